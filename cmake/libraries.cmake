@@ -1,0 +1,18 @@
+# Libraries come from the distribution (tools/setup.sh installs them). Each gets a target of one name here.
+find_package(fmt REQUIRED)
+# not find_package(dnnl): its file asks for OpenCL, which we don't use
+find_library(DNNL_LIBRARY dnnl REQUIRED)
+find_path(DNNL_INCLUDE oneapi/dnnl/dnnl.h REQUIRED)
+add_library(k3_onednn INTERFACE)
+target_link_libraries(k3_onednn INTERFACE ${DNNL_LIBRARY})
+target_include_directories(k3_onednn SYSTEM INTERFACE ${DNNL_INCLUDE})
+find_package(nlohmann_json REQUIRED)
+add_library(k3_json INTERFACE)
+target_link_libraries(k3_json INTERFACE nlohmann_json::nlohmann_json)
+find_package(PkgConfig REQUIRED)
+pkg_check_modules(pcre2 REQUIRED IMPORTED_TARGET libpcre2-8)
+add_library(k3_pcre2 INTERFACE)
+target_link_libraries(k3_pcre2 INTERFACE PkgConfig::pcre2)
+find_package(CLI11 REQUIRED)
+add_library(k3_cli11 INTERFACE)
+target_link_libraries(k3_cli11 INTERFACE CLI11::CLI11)

@@ -1,0 +1,17 @@
+#pragma once
+// linear: y = x W^T, without bias (no linear layer of K3 has one).
+//
+//   x (N, in), W (out, in), y (N, out);   dx += dy W,  dW += dy^T x
+//
+// A weight may be stored as float32 or bfloat16 (read as float32; bfloat16 weights have no gradient). Summation order: product.h.
+// Errors: x and W of different widths.
+#include "k3/tape/param.h"
+#include "k3/tape/var.h"
+
+namespace k3 {
+
+Var linear(Var x, Param& w);
+// Only rows a..b-1 of the weight: a part of a matrix that the checkpoint stores as one.
+Var linear_rows(Var x, Param& w, int64_t a, int64_t b);
+
+}  // namespace k3

@@ -1,0 +1,69 @@
+#pragma once
+// Var: a tensor in a computation, with the place of its gradient and the Context it is computed in. Copying a Var copies a handle.
+#include <functional>
+#include <memory>
+#include <string_view>
+
+#include "k3/core/arena.h"
+#include "k3/core/tensor.h"
+
+namespace k3 {
+
+class Tape;
+
+// What an operator costs, for the planner: FLOPs, bytes through main memory, bytes through the network.
+struct Cost {
+  double flops = 0, bytes = 0, network = 0;
+};
+
+// Context: where operators compute, from which memory, and who listens. One per step; passed along inside each Var.
+struct Context {
+  Device device = Device::cpu;
+  Arena* arena = nullptr;
+  Tape* tape = nullptr;                                                // null: inference
+  std::function<void(std::string_view op, const Cost&)> on_cost;       // the planner
+  std::function<void(std::string_view name, const Tensor&)> on_record; // parity tools: "attn_out.3"
+  bool deterministic = true;  // the same bits however the work is cut; false allows faster forms (absorbed MLA decode)
+  bool recomputing = false;   // inside checkpoint()'s second forward: statistics were already counted, records already given
+
+  void cost(std::string_view op, const Cost& c) const {
+    if (on_cost) on_cost(op, c);
+  }
+  void record(std::string_view name, const Tensor& t) const {
+    if (on_record && !recomputing) on_record(name, t);
+  }
+};
+
+class Var {
+ public:
+  Var() = default;
+  // A new value from the arena, uninitialised.
+  Var(Context& c, DType dtype, Shape shape) : Var(c, c.arena->lend(dtype, shape)) {}
+  // A value that already has memory (which must outlive the step).
+  Var(Context& c, Tensor value);
+
+  bool empty() const { return node_ == nullptr; }
+  Context& context() const { return *context_; }
+  const Tensor& value() const { return node_->value; }
+  int64_t rows() const { return value().rows(); }
+  int64_t cols() const { return value().cols(); }
+  int64_t size() const { return value().size(); }
+  float* f32() const { return value().f32(); }
+
+  // The gradient, made and zeroed at first touch. Backwards add to it.
+  Tensor grad() const;
+  bool has_grad() const { return node_->base ? !node_->base->grad.empty() : !node_->grad.empty(); }
+  // The same elements seen with another shape; they share the gradient.
+  Var reshape(Shape s) const;
+
+ private:
+  struct Node {
+    Tensor value, grad;
+    std::shared_ptr<Node> base;  // whose gradient this one's is a view of; null for its own
+  };
+  // Two owners: the code of the layer, and the closures on the tape that still need the value.
+  std::shared_ptr<Node> node_;
+  Context* context_ = nullptr;
+};
+
+}  // namespace k3
