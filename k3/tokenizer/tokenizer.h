@@ -24,7 +24,7 @@ class Tokenizer {
  public:
   static constexpr int32_t kSpecials = 256;
 
-  // tokens[rank] = bytes; names[i] = name of special n + i. Without names: the layout of K3 ([BOS], [EOS], <|end_of_msg|>, <|open|>, ...).
+  // tokens[rank] = bytes. The specials are named as in K3: [BOS], [EOS], <|end_of_msg|>, <|open|>, <|close|>, <|sep|>, ...
   explicit Tokenizer(const std::vector<std::string>& tokens);
   static Tokenizer bytes();                          // 256 single bytes: id = byte; then the specials; vocabulary 512
   static Tokenizer load(const std::string& folder);  // tiktoken.model, tokenizer_config.json
@@ -49,7 +49,7 @@ class Tokenizer {
   const Bpe& bpe() const { return bpe_; }
 
  private:
-  Tokenizer(const std::vector<std::string>& tokens, std::string config, const std::string& file);
+  Tokenizer(const std::vector<std::string>& tokens, std::string config);
   int32_t named(const char* key, int32_t id) const;
 
   Bpe bpe_;
