@@ -1,0 +1,226 @@
+#include "k3/ops/moe/moe.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "k3/core/error.h"
+#include "k3/core/threads.h"
+#include "k3/ops/activation/activation_kernels.h"
+#include "k3/ops/linear/linear.h"
+#include "k3/ops/linear/product.h"
+#include "k3/ops/moe/expert_product.h"
+#include "k3/ops/moe/moe_kernels.h"
+#include "k3/tape/tape.h"
+
+namespace k3 {
+
+namespace {
+
+void check_forced(const Tensor& forced, const Batch& batch, int64_t n, int64_t k, int64_t experts) {
+  K3_CHECK(forced.dtype() == DType::i32 && forced.shape() == (Shape{n, k}), "[route] forced choices must be I32 ({} x {}), not {} ({})", n, k,
+           name_of(forced.dtype()), to_string(forced.shape()));
+  if (forced.device() != Device::cpu) return;
+  for (int64_t i = 0; i < n; ++i) {
+    if (!batch.padding.empty() && batch.padding[i]) continue;
+    const int32_t* row = forced.i32() + i * k;
+    for (int64_t a = 0; a < k; ++a) {
+      K3_CHECK(0 <= row[a] && row[a] < experts, "[route] forced choice {} of token {} is {}; there are {} experts", a, i, row[a], experts);
+      for (int64_t b = 0; b < a; ++b) K3_CHECK(row[a] != row[b], "[route] token {} is forced to expert {} twice", i, row[a]);
+    }
+  }
+}
+
+}  // namespace
+
+Routing route(Var x, Param& gate, Param& bias, const RouteOptions& o, const Batch& batch, const Tensor* forced) {
+  Context& c = x.context();
+  int64_t n = x.rows(), e = gate.value.rows(), k = o.top_k;
+  K3_CHECK(bias.value.size() == e, "[route] {} has {} values but {} has {} experts", bias.name, bias.value.size(), gate.name, e);
+  K3_CHECK(o.groups >= 1 && o.groups <= cpu::kMaxGroups && e % o.groups == 0, "[route] {} experts don't divide into {} groups (num_expert_group)",
+           e, o.groups);
+  K3_CHECK(o.top_groups >= 1 && o.top_groups <= o.groups, "[route] topk_group is {} of {} groups", o.top_groups, o.groups);
+  K3_CHECK(k >= 1 && k <= cpu::kMaxTopK && k <= e / o.groups * o.top_groups, "[route] top k is {} of {} experts to choose from (at most {})", k,
+           e / o.groups * o.top_groups, cpu::kMaxTopK);
+  K3_CHECK(batch.padding.empty() || int64_t(batch.padding.size()) == n, "[route] padding marks {} rows but x has {}", batch.padding.size(), n);
+  if (forced) check_forced(*forced, batch, n, k, e);
+
+  Var logits = linear(x, gate);
+  Routing r;
+  r.weights = Var(c, DType::f32, {n, k});
+  r.experts = c.arena->lend(DType::i32, {n, k});
+  r.scores = c.arena->lend(DType::f32, {n, e});
+  r.cutoff = c.arena->lend(DType::f32, {n});
+  r.margin = c.arena->lend(DType::f32, {n});
+  Tensor padding;  // a copy: the backward may run when the Batch is gone
+  if (!batch.padding.empty()) {
+    padding = c.arena->lend(DType::u8, {n});
+    if (c.device == Device::cpu && n) std::memcpy(padding.data(), batch.padding.data(), size_t(n));
+  }
+  cpu::RouteArgs a{};
+  a.logits = logits.f32(), a.bias = bias.value.f32(), a.padding = padding.empty() ? nullptr : padding.as<uint8_t>();
+  a.forced = forced ? forced->i32() : nullptr;
+  a.rows = n, a.experts = e, a.top_k = k, a.groups = o.groups, a.top_groups = o.top_groups;
+  a.softmax = o.softmax, a.renormalize = o.renormalize && k > 1, a.scale = o.scale;
+  a.scores = r.scores.f32(), a.chosen = r.experts.i32(), a.weights = r.weights.f32(), a.cutoff = r.cutoff.f32(), a.margin = r.margin.f32();
+  if (c.device == Device::cpu) cpu::moe().route_forward(a);
+  c.cost("route", {.flops = 8.0 * double(n * e), .bytes = 8.0 * double(n * e)});
+  on_backward(r.weights, [=, &c, weights = r.weights] {
+    cpu::RouteArgs b = a;
+    b.dweights = weights.grad().f32(), b.dlogits = logits.grad().f32();
+    if (c.device == Device::cpu) cpu::moe().route_backward(b);
+    c.cost("route", {.flops = 8.0 * double(n * k), .bytes = 8.0 * double(n * (o.softmax ? e : k))});
+  });
+  return r;
+}
+
+namespace {
+
+// Pairs (token, slot) in the order expert, token. Lent for n * k pairs; the rows in use are fewer when there is padding.
+struct Dispatch {
+  Tensor pair_of_row, row_of_pair;  // i32
+  Tensor offsets;                   // (E + 1) i64: expert e has rows offsets[e] .. offsets[e+1]-1
+  int64_t pairs = 0;
+  int64_t begin(int64_t e) const { return offsets.as<int64_t>()[e]; }
+  int64_t rows(int64_t e) const { return begin(e + 1) - begin(e); }
+};
+
+template <class Lender>
+Dispatch dispatch_of(Lender& lender, const Tensor& experts, int64_t e) {
+  Dispatch d;
+  d.pair_of_row = lender.lend(DType::i32, {experts.size()});
+  d.row_of_pair = lender.lend(DType::i32, {experts.size()});
+  d.offsets = lender.lend_zeroed(DType::i64, {e + 1});
+  if (experts.device() != Device::cpu) {
+    d.pairs = experts.size();
+    return d;
+  }
+  const int32_t* chosen = experts.i32();
+  int64_t* at = d.offsets.as<int64_t>();
+  for (int64_t i = 0; i < experts.size(); ++i)
+    if (chosen[i] >= 0) ++at[chosen[i] + 1];
+  for (int64_t j = 0; j < e; ++j) at[j + 1] += at[j];
+  d.pairs = at[e];
+  for (int64_t i = 0; i < experts.size(); ++i) {  // at[j] runs to the end of expert j's rows, which is where j+1's begin
+    int32_t row = chosen[i] >= 0 ? int32_t(at[chosen[i]]++) : -1;
+    d.row_of_pair.i32()[i] = row;
+    if (row >= 0) d.pair_of_row.i32()[row] = int32_t(i);
+  }
+  for (int64_t j = e; j > 0; --j) at[j] = at[j - 1];
+  at[0] = 0;
+  return d;
+}
+
+void check_weights(const ExpertWeights& w, int64_t experts, int64_t l, bool training) {
+  int64_t count = int64_t(w.gate.size());
+  K3_CHECK(count == experts && int64_t(w.up.size()) == count && int64_t(w.down.size()) == count,
+           "[experts] the router knows {} experts but there are {} w1, {} w3 and {} w2", experts, count, w.up.size(), w.down.size());
+  int64_t m = w.gate[0]->value.rows();
+  for (int64_t e = 0; e < count; ++e)
+    for (const Param* p : {w.gate[e], w.up[e], w.down[e]}) {
+      Shape want = p == w.down[e] ? Shape{l, m} : Shape{m, l};
+      K3_CHECK(p->value.shape() == want, "[experts] {} is {} but must be {}: z has {} columns", p->name, to_string(p->value.shape()), to_string(want),
+               l);
+      K3_CHECK(p->value.dtype() == DType::f32 || (p->value.dtype() == DType::bf16 && !training),
+               "[experts] {} is {}; experts are F32 or, in inference, BF16", p->name, name_of(p->value.dtype()));
+    }
+}
+
+}  // namespace
+
+Var experts(Var z, const Routing& routing, const ExpertWeights& w, const Activation& activation) {
+  Context& c = z.context();
+  const int64_t n = z.rows(), l = z.cols(), k = routing.experts.cols(), e = routing.scores.cols();
+  K3_CHECK(routing.experts.rows() == n, "[experts] z has {} rows but {} were routed", n, routing.experts.rows());
+  check_weights(w, e, l, c.tape != nullptr);
+  const int64_t m = w.gate[0]->value.rows();
+  const bool on_cpu = c.device == Device::cpu;
+
+  Var u(c, DType::f32, {n, l});
+  // The backward needs a = W1 z and c = W3 z of every pair; h follows from them, z and du are gathered again.
+  Tensor a, b;
+  if (c.tape) a = c.arena->lend(DType::f32, {n * k, m}), b = c.arena->lend(DType::f32, {n * k, m});
+  Dispatch d;
+  if (c.tape) d = dispatch_of(*c.arena, routing.experts, e);
+
+  double weight_bytes = 0;
+  for (int64_t j = 0; j < std::min(e, n * k); ++j)
+    for (const Param* p : {w.gate[j], w.up[j], w.down[j]}) weight_bytes += double(p->value.bytes());
+  double flops = 6.0 * double(n * k) * double(l) * double(m), moved = 4.0 * double(n * k) * double(4 * l + 6 * m);
+  {
+    Scratch scratch(*c.arena);
+    if (!c.tape) a = scratch.lend(DType::f32, {n * k, m}), b = scratch.lend(DType::f32, {n * k, m}), d = dispatch_of(scratch, routing.experts, e);
+    Tensor rows = scratch.lend(DType::f32, {n * k, l}), h = scratch.lend(DType::f32, {n * k, m}), wide;
+    if (w.gate[0]->value.dtype() != DType::f32 || w.down[0]->value.dtype() != DType::f32)
+      wide = scratch.lend(DType::f32, {kWidenLanes, kWidenRows * std::max(l, m)});
+    if (on_cpu) {
+      cpu::DispatchArgs move{d.pair_of_row.i32(), d.row_of_pair.i32(), n, k, d.pairs, l, z.f32(), nullptr, rows.f32()};
+      cpu::moe().gather(move);
+      std::vector<ExpertProduct> list;
+      for (int64_t j = 0; j < e; ++j) {
+        list.push_back({d.rows(j), rows.f32() + d.begin(j) * l, &w.gate[j]->value, a.f32() + d.begin(j) * m});
+        list.push_back({d.rows(j), rows.f32() + d.begin(j) * l, &w.up[j]->value, b.f32() + d.begin(j) * m});
+      }
+      expert_products(list, wide);
+      parallel_blocks(d.pairs, 16, [&](int64_t first, int64_t last) {
+        cpu::GluArgs g{activation, (last - first) * m, a.f32() + first * m, b.f32() + first * m, h.f32() + first * m, nullptr, nullptr, nullptr};
+        cpu::activation().glu_forward(g);
+      });
+      list.clear();
+      for (int64_t j = 0; j < e; ++j) list.push_back({d.rows(j), h.f32() + d.begin(j) * m, &w.down[j]->value, rows.f32() + d.begin(j) * l});
+      expert_products(list, wide);
+      move.from = rows.f32(), move.weights = routing.weights.f32(), move.to = u.f32();
+      cpu::moe().combine(move);
+    }
+  }
+  c.cost("experts", {.flops = flops, .bytes = weight_bytes + moved});
+
+  on_backward(u, [=, &c, p = routing.weights] {
+    Tensor du = u.grad(), dz = z.grad(), dp = p.grad();
+    Scratch scratch(*c.arena);
+    Tensor zs = scratch.lend(DType::f32, {n * k, l}), dus = scratch.lend(DType::f32, {n * k, l}), dzs = scratch.lend(DType::f32, {n * k, l});
+    Tensor h = scratch.lend(DType::f32, {n * k, m}), dh = scratch.lend(DType::f32, {n * k, m});
+    Tensor da = scratch.lend(DType::f32, {n * k, m}), db = scratch.lend(DType::f32, {n * k, m});
+    c.cost("experts", {.flops = 2 * flops, .bytes = 3 * weight_bytes + 2 * moved});
+    if (!on_cpu) return;
+    cpu::DispatchArgs move{d.pair_of_row.i32(), d.row_of_pair.i32(), n, k, d.pairs, l, z.f32(), nullptr, zs.f32()};
+    cpu::moe().gather(move);
+    move.from = du.f32(), move.to = dus.f32();
+    cpu::moe().gather(move);
+
+    auto rows_of = [&](const Tensor& t, int64_t j) { return t.f32() + d.begin(j) * t.cols(); };
+    std::vector<Product> list;  // e = W2^T du
+    for (int64_t j = 0; j < e; ++j) list.push_back(dy_w(rows_of(dus, j), w.down[j]->value.f32(), rows_of(dh, j), d.rows(j), l, m, false));
+    products(list);
+    parallel_blocks(d.pairs, 16, [&](int64_t first, int64_t last) {
+      int64_t at = first * m, size = (last - first) * m;
+      cpu::GluArgs g{activation, size, a.f32() + at, b.f32() + at, h.f32() + at, dh.f32() + at, da.f32() + at, db.f32() + at};
+      cpu::activation().glu_forward(g);
+      cpu::moe().weigh_pairs({d.pair_of_row.i32(), p.f32(), first, last, m, dh.f32(), h.f32(), dp.f32()});
+      std::memset(g.dgate, 0, size_t(size) * sizeof(float));
+      std::memset(g.dup, 0, size_t(size) * sizeof(float));
+      cpu::activation().glu_backward(g);
+    });
+    // dW2 += p du h^T, dW1 += da z^T, dW3 += dc z^T;  dz = W1^T da, then + W3^T dc
+    list.clear();
+    auto weight_gradient = [&](Param* param, const Tensor& dy, const Tensor& x, int64_t j) {
+      if (!param->grad.empty() && d.rows(j)) list.push_back(dyt_x(rows_of(dy, j), rows_of(x, j), param->grad.f32(), d.rows(j), dy.cols(), x.cols()));
+    };
+    for (int64_t j = 0; j < e; ++j) {
+      weight_gradient(w.down[j], dus, h, j);
+      weight_gradient(w.gate[j], da, zs, j);
+      list.push_back(dy_w(rows_of(da, j), w.gate[j]->value.f32(), rows_of(dzs, j), d.rows(j), m, l, false));
+    }
+    products(list);
+    list.clear();
+    for (int64_t j = 0; j < e; ++j) {
+      weight_gradient(w.up[j], db, zs, j);
+      list.push_back(dy_w(rows_of(db, j), w.up[j]->value.f32(), rows_of(dzs, j), d.rows(j), m, l, true));
+    }
+    products(list);
+    move.from = dzs.f32(), move.to = dz.f32();
+    cpu::moe().combine_add(move);
+  });
+  return u;
+}
+
+}  // namespace k3
