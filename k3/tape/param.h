@@ -7,8 +7,8 @@
 
 namespace k3 {
 
-// What a parameter is to the optimizer (training.md 1.2). `blocks` > 1: Muon treats each of that many equal blocks of rows as a matrix of
-// its own (one head's rows). A block's rows may again be split: kv_b_proj has one K and one V block a head.
+// What a parameter is to the optimizer. `blocks` > 1: Muon treats each of that many equal blocks of rows as a matrix of its own (one head's
+// rows; kv_b_proj has one K and one V block a head).
 struct Role {
   enum class Kind : uint8_t {
     matrix,     // Muon
@@ -22,9 +22,11 @@ struct Role {
 
 struct Param {
   std::string name;   // the checkpoint's
-  Tensor value;       // f32 in training; bf16 or other storage types in inference
+  Tensor value;       // f32 in training; bf16 or packed types in inference
+  Tensor scale;       // u8 (out, in/32) beside a packed MXFP4 value u8 (out, in/2); empty otherwise
   Tensor grad;        // f32, same shape; empty when not training
   Role role;
+  Shape shape;        // (out, in) for a matrix, whatever the storage
 };
 
 }  // namespace k3

@@ -1,0 +1,191 @@
+#include "k3/model/checkpoint.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <filesystem>
+#include <nlohmann/json.hpp>
+#include <unordered_set>
+
+#include "k3/core/error.h"
+#include "k3/core/threads.h"
+
+namespace k3 {
+
+namespace {
+
+// Other spellings of a name, most usual first.
+std::vector<std::string> spellings(const Config& c, const std::string& name) {
+  std::vector<std::string> all = {c.prefix() + name};
+  auto replaced = [&](const std::string& from, const std::string& to) {
+    size_t at = name.find(from);
+    if (at != std::string::npos) all.push_back(c.prefix() + name.substr(0, at) + to + name.substr(at + from.size()));
+  };
+  replaced(".mlp.", ".block_sparse_moe.");  // the dense layer as re-saved by the native implementation
+  for (const char* residual : {"self_attention_res", "mlp_res", "output_attn_res"}) {  // first releases
+    replaced(std::string(residual) + "_norm.weight", std::string(residual) + ".norm_weight");
+    replaced(std::string(residual) + "_proj.weight", std::string(residual) + ".proj_weight");
+  }
+  return all;
+}
+
+Shape squeezed(const Shape& s) {
+  Shape out;
+  for (int i = 0; i < s.rank; ++i)
+    if (s[i] != 1) out.dims[out.rank++] = s[i];
+  return out;
+}
+
+bool ignorable(const Config& c, std::string_view name) {
+  for (std::string_view start : {"vision_tower.", "mm_projector.", "model.mtp", "language_model.model.mtp"})
+    if (name.starts_with(start)) return true;
+  size_t at = name.find("model.layers.");
+  return at != std::string_view::npos && std::atoll(std::string(name.substr(at + 13, 9)).c_str()) >= c.num_hidden_layers;
+}
+
+template <class T, class F>
+void widen(const Tensor& from, float* to, F convert) {
+  const T* p = static_cast<const T*>(from.data());
+  parallel_blocks(from.size(), 1 << 16, [&](int64_t a, int64_t b) {
+    for (int64_t i = a; i < b; ++i) to[i] = convert(p[i]);
+  });
+}
+
+float half_to_float(uint16_t h) {
+  int exponent = (h >> 10) & 31, mantissa = h & 1023;
+  float magnitude = exponent == 31 ? (mantissa ? NAN : INFINITY) : exponent ? std::ldexp(1024.0f + float(mantissa), exponent - 25) : std::ldexp(float(mantissa), -24);
+  return h & 0x8000 ? -magnitude : magnitude;
+}
+
+void to_float32(const Tensor& from, float* to, const std::string& name) {
+  switch (from.dtype()) {
+    case DType::f32: std::memcpy(to, from.data(), from.bytes()); break;
+    case DType::bf16: widen<bf16>(from, to, [](bf16 x) { return to_float(x); }); break;
+    case DType::f16: widen<uint16_t>(from, to, half_to_float); break;
+    case DType::f64: widen<double>(from, to, [](double x) { return float(x); }); break;
+    default: fail("[checkpoint] tensor {} has dtype {}, which is no weight", name, name_of(from.dtype()));
+  }
+}
+
+// MXFP4 (model.md 6.2): two codes a byte, low nibble first; a power of two for each 32 inputs.
+void expand_mxfp4(const Tensor& packed, const Tensor& scale, float* to, const std::string& name) {
+  constexpr float kMagnitude[8] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6};
+  const auto *codes = packed.as<uint8_t>(), *scales = scale.as<uint8_t>();
+  int64_t rows = packed.rows(), half = packed.cols(), groups = scale.cols();
+  for (int64_t i = 0; i < scale.size(); ++i)
+    K3_CHECK(scales[i] != 255, "[checkpoint] {}.weight_scale holds 255 (not a number) at {}; the file is damaged", name, i);
+  parallel_for(rows, [&](int64_t r) {
+    for (int64_t j = 0; j < half; ++j) {
+      float s = std::ldexp(1.0f, int(scales[r * groups + j / 16]) - 127);
+      uint8_t b = codes[r * half + j];
+      auto value = [&](int n) { return (n & 8 ? -s : s) * kMagnitude[n & 7]; };
+      to[(r * half + j) * 2] = value(b & 15), to[(r * half + j) * 2 + 1] = value(b >> 4);
+    }
+  });
+}
+
+// A_log is stored with one value a head, or padded with zeros.
+bool is_padded_A_log(const Param& p, const StoredTensor& t) {
+  return p.name.ends_with(".A_log") && squeezed(t.shape).rank <= 1 && t.shape.size() >= p.shape.size();
+}
+
+}  // namespace
+
+const StoredTensor* find_parameter(const Snapshot& snapshot, const Config& config, const std::string& name) {
+  for (const std::string& n : spellings(config, name))
+    if (const StoredTensor* t = snapshot.find(n)) return t;
+  return nullptr;
+}
+
+void load(Model& model, const Snapshot& snapshot, const LoadOptions& options) {
+  const Config& c = model.config();
+  ParamSet& set = model.params();
+  std::unordered_set<const StoredTensor*> used;
+  std::vector<std::string> missing;
+  auto use = [&](const std::string& name) {
+    const StoredTensor* t = find_parameter(snapshot, c, name);
+    if (t) used.insert(t);
+    return t;
+  };
+  if (options.for_training) set.allocate(Device::cpu);
+  for (Param& p : set.all()) {
+    auto float_memory = [&] {
+      if (!options.for_training) p.value = set.own(DType::f32, p.shape);
+      return p.value.f32();
+    };
+    const StoredTensor* t = use(p.name);
+    if (!t && p.name.ends_with(".weight")) {
+      std::string base = p.name.substr(0, p.name.size() - 7);
+      const StoredTensor *packed = use(base + ".weight_packed"), *scale = use(base + ".weight_scale");
+      if (packed && scale) {
+        K3_CHECK(p.shape.rank == 2 && packed->dtype == DType::u8 && packed->shape == Shape({p.shape[0], p.shape[1] / 2}) && p.shape[1] % 32 == 0,
+                 "[checkpoint] {} is {} {} but {} needs U8 {} x {}", packed->name, name_of(packed->dtype), to_string(packed->shape), to_string(p.shape),
+                 p.shape[0], p.shape[1] / 2);
+        K3_CHECK(scale->dtype == DType::u8 && scale->shape == Shape({p.shape[0], p.shape[1] / 32}), "[checkpoint] {} is {} {} but must be U8 {} x {}",
+                 scale->name, name_of(scale->dtype), to_string(scale->shape), p.shape[0], p.shape[1] / 32);
+        expand_mxfp4(snapshot.view(*packed), snapshot.view(*scale), float_memory(), base);
+        continue;
+      }
+      if (packed || scale) {
+        missing.push_back(c.prefix() + base + (packed ? ".weight_scale" : ".weight_packed"));
+        continue;
+      }
+    }
+    if (!t) {
+      missing.push_back(c.prefix() + p.name);
+      continue;
+    }
+    Tensor stored = snapshot.view(*t);
+    if (is_padded_A_log(p, *t)) {
+      std::vector<float> all(size_t(stored.size()));
+      to_float32(stored, all.data(), t->name);
+      for (int64_t i = p.shape.size(); i < stored.size(); ++i)
+        K3_CHECK(all[size_t(i)] == 0, "[checkpoint] {} in {} has {} values for {} heads; the rest must be zero but value {} is {}", t->name,
+                 snapshot.file_of(*t), stored.size(), p.shape.size(), i, all[size_t(i)]);
+      std::copy_n(all.begin(), p.shape.size(), float_memory());
+      continue;
+    }
+    K3_CHECK(squeezed(t->shape) == squeezed(p.shape), "[checkpoint] {} in {} is {} but this config needs {}", t->name, snapshot.file_of(*t),
+             to_string(t->shape), to_string(p.shape));
+    bool map = !options.for_training && p.role.kind != Role::Kind::vector && p.role.kind != Role::Kind::fixed &&
+               (t->dtype == DType::f32 || t->dtype == DType::bf16);
+    bool aligned = reinterpret_cast<uintptr_t>(stored.data()) % 4 == 0;
+    if (map && aligned) p.value = stored.reshape(p.shape);
+    else to_float32(stored, float_memory(), t->name);
+  }
+  auto list = [](const std::vector<std::string>& names) {
+    std::string text;
+    for (size_t i = 0; i < names.size() && i < 10; ++i) text += (i ? ", " : "") + names[i];
+    return names.size() > 10 ? text + ", ..." : text;
+  };
+  K3_CHECK(missing.empty(), "[checkpoint] {} lacks {} tensors that its config asks for: {}", snapshot.folder(), missing.size(), list(missing));
+  std::vector<std::string> extra;
+  for (const StoredTensor& t : snapshot.tensors())
+    if (!used.count(&t) && !ignorable(c, t.name)) extra.push_back(t.name);
+  K3_CHECK(extra.empty(), "[checkpoint] {} holds {} tensors that its config has no place for: {}", snapshot.folder(), extra.size(), list(extra));
+}
+
+void save(const Model& model, const std::string& folder, uint64_t shard_bytes) {
+  const Config& c = model.config();
+  std::filesystem::create_directories(folder);
+  std::vector<NamedTensor> tensors;
+  std::vector<std::vector<float>> padded;  // A_log as the releases store it
+  padded.reserve(model.params().all().size());
+  for (const Param& p : model.params().all()) {
+    Tensor value = p.value;
+    if (p.name.ends_with(".A_log")) {
+      if (c.nested()) {
+        auto& v = padded.emplace_back(size_t(std::max(p.shape.size(), c.kda_head_dim)), 0.0f);
+        std::copy_n(p.value.f32(), p.shape.size(), v.begin());
+        value = Tensor(v.data(), DType::f32, {int64_t(v.size())});
+      } else {
+        value = p.value.reshape({1, 1, p.shape.size(), 1});
+      }
+    }
+    tensors.push_back({c.prefix() + p.name, value});
+  }
+  write_snapshot(folder, tensors, shard_bytes);
+  write_file(folder + "/config.json", c.to_json().dump(2) + "\n");
+}
+
+}  // namespace k3

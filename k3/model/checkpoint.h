@@ -1,0 +1,25 @@
+#pragma once
+// Between a Model and a snapshot in the published layout. Names, shapes and config keys are the published ones, so other engines load what
+// we save and we load what they save: legacy and re-saved spellings included (model.md 1.3, 6).
+#include <string>
+
+#include "k3/model/model.h"
+#include "k3/model/safetensors.h"
+
+namespace k3 {
+
+struct LoadOptions {
+  bool for_training = false;  // everything becomes owned float32; otherwise matrices stay where and as they are stored
+};
+
+// Every parameter must be in the snapshot with its shape, and every tensor of the snapshot must be a parameter (but for the vision tower,
+// MTP layers and layers beyond num_hidden_layers). The snapshot must outlive the model unless for_training.
+void load(Model& model, const Snapshot& snapshot, const LoadOptions& options);
+
+// config.json and tensors; tokenizer files are the tokenizer's to write.
+void save(const Model& model, const std::string& folder, uint64_t shard_bytes = uint64_t(4) << 30);
+
+// The tensor under which a file would hold parameter `p` (its prefix, or an accepted other spelling); null if there is none.
+const StoredTensor* find_parameter(const Snapshot& snapshot, const Config& config, const std::string& name);
+
+}  // namespace k3

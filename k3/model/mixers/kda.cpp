@@ -1,0 +1,93 @@
+// Kimi Delta Attention (K3 report eq. 1-6, model.md 3).
+#include <cmath>
+
+#include "k3/model/choices.h"
+#include "k3/ops/activation/activation.h"
+#include "k3/ops/conv/conv.h"
+#include "k3/ops/decay/decay.h"
+#include "k3/ops/delta_rule/delta_rule.h"
+#include "k3/ops/linear/linear.h"
+#include "k3/ops/norm/norm.h"
+
+namespace k3 {
+
+namespace {
+
+struct DeltaLayerState : State {
+  ConvState q, k, v;
+  DeltaState memory;
+  DeltaLayerState(const DeltaShape& s, int64_t slots, int64_t width, Device device)
+      : q(slots, s.heads * s.key_dim, width, device), k(slots, s.heads * s.key_dim, width, device), v(slots, s.heads * s.value_dim, width, device),
+        memory(s, slots, device) {}
+  int64_t tokens(int64_t slot) const override { return memory.tokens(slot); }
+  void reset(int64_t slot) override { q.reset(slot), k.reset(slot), v.reset(slot), memory.reset(slot); }
+  void copy(int64_t to, int64_t from) override { q.copy(to, from), k.copy(to, from), v.copy(to, from), memory.copy(to, from); }
+  bool drop(int64_t slot, int64_t n) override {
+    if (!memory.drop(slot, n)) return false;
+    q.drop(slot, n), k.drop(slot, n), v.drop(slot, n);  // they remember longer than an open chunk
+    return true;
+  }
+  void save(int64_t slot, Blob& to) const override { q.save(slot, to), k.save(slot, to), v.save(slot, to), memory.save(slot, to); }
+  void load(int64_t slot, Blob& from) override { q.load(slot, from), k.load(slot, from), v.load(slot, from), memory.load(slot, from); }
+  int64_t bytes_per_slot() const override {
+    return memory.bytes_per_slot() + int64_t(q.bytes_per_slot() + k.bytes_per_slot() + v.bytes_per_slot());
+  }
+  int64_t bytes_per_token() const override { return 0; }
+  void dense(int64_t slot, std::vector<float>& out) const override { memory.dense(slot, out.data()); }
+};
+
+class Kda : public Mixer {
+ public:
+  Kda(const Config& c, const Scope& s, int64_t layer)
+      : layer_(layer), heads_(c.kda_num_heads), dim_(c.kda_head_dim), width_(c.short_conv_kernel_size), eps_(float(c.rms_norm_eps)),
+        lower_bound_(c.gate_lower_bound), full_rank_gate_(c.use_full_rank_gate), q_proj_(s.matrix("q_proj", heads_ * dim_, c.hidden_size, heads_)),
+        k_proj_(s.matrix("k_proj", heads_ * dim_, c.hidden_size, heads_)), v_proj_(s.matrix("v_proj", heads_ * dim_, c.hidden_size, heads_)),
+        q_conv_(s.vector("q_conv1d.weight", {heads_ * dim_, 1, width_})), k_conv_(s.vector("k_conv1d.weight", {heads_ * dim_, 1, width_})),
+        v_conv_(s.vector("v_conv1d.weight", {heads_ * dim_, 1, width_})), A_log_(s.vector("A_log", {heads_})),
+        dt_bias_(s.vector("dt_bias", {heads_ * dim_})), f_a_proj_(s.matrix("f_a_proj", dim_, c.hidden_size)),
+        f_b_proj_(s.matrix("f_b_proj", heads_ * dim_, dim_)),
+        b_proj_(s.set.add(s.prefix + "b_proj.weight", {heads_, c.hidden_size}, {Role::Kind::scalar_row})),
+        g_proj_(full_rank_gate_ ? &s.matrix("g_proj", heads_ * dim_, c.hidden_size) : nullptr),
+        g_a_proj_(full_rank_gate_ ? nullptr : &s.matrix("g_a_proj", dim_, c.hidden_size)),
+        g_b_proj_(full_rank_gate_ ? nullptr : &s.matrix("g_b_proj", heads_ * dim_, dim_)), o_norm_(s.gain("o_norm", dim_)),
+        o_proj_(s.matrix("o_proj", c.hidden_size, heads_ * dim_)) {}
+
+  Var forward(Var x, const Batch& batch, State* state) override {
+    auto* s = static_cast<DeltaLayerState*>(state);
+    Var q = l2_norm(conv_silu(linear(x, q_proj_), q_conv_, batch, s ? &s->q : nullptr), dim_);  // eq. 2
+    Var k = l2_norm(conv_silu(linear(x, k_proj_), k_conv_, batch, s ? &s->k : nullptr), dim_);
+    Var v = conv_silu(linear(x, v_proj_), v_conv_, batch, s ? &s->v : nullptr);
+    Var beta = sigmoid(linear(x, b_proj_));
+    Var g = log_decay(linear(linear(x, f_a_proj_), f_b_proj_));
+    Var o = delta_rule(q, k, v, g, beta, shape(), batch, s ? &s->memory : nullptr);  // eq. 1
+    Var gate = full_rank_gate_ ? linear(x, *g_proj_) : linear(linear(x, *g_a_proj_), *g_b_proj_);
+    x.context().record("log_decay." + std::to_string(layer_), g.value());
+    x.context().record("output_gate." + std::to_string(layer_), gate.value());
+    return linear(gated_rms_norm(o, gate, o_norm_, eps_), o_proj_);  // eq. 6
+  }
+  std::unique_ptr<State> new_state(int64_t slots, Device device, bool) const override {
+    return std::make_unique<DeltaLayerState>(shape(), slots, width_, device);
+  }
+
+ private:
+  Var log_decay(Var z) {  // eq. 5
+    return lower_bound_ ? bounded_decay(z, A_log_, dt_bias_, heads_, float(*lower_bound_)) : softplus_decay(z, A_log_, dt_bias_, heads_);
+  }
+  DeltaShape shape() const {
+    return {heads_, dim_, dim_, float(1 / std::sqrt(double(dim_))), lower_bound_ && *lower_bound_ >= -5};
+  }
+
+  int64_t layer_, heads_, dim_, width_;
+  float eps_;
+  std::optional<double> lower_bound_;
+  bool full_rank_gate_;
+  Param &q_proj_, &k_proj_, &v_proj_, &q_conv_, &k_conv_, &v_conv_, &A_log_, &dt_bias_, &f_a_proj_, &f_b_proj_, &b_proj_;
+  Param *g_proj_, *g_a_proj_, *g_b_proj_;
+  Param &o_norm_, &o_proj_;
+};
+
+}  // namespace
+
+std::unique_ptr<Mixer> make_kda(const Config& c, const Scope& s, int64_t layer) { return std::make_unique<Kda>(c, s, layer); }
+
+}  // namespace k3

@@ -1,0 +1,58 @@
+#include "k3/model/param_set.h"
+
+#include <cstring>
+
+#include "k3/core/error.h"
+
+namespace k3 {
+
+static size_t padded(size_t bytes) { return (bytes + 63) / 64 * 64; }
+
+Param& ParamSet::add(const std::string& name, Shape shape, Role role) {
+  K3_CHECK(!by_name_.count(name), "[model] parameter {} is declared twice", name);
+  Param& p = params_.emplace_back();
+  p.name = name, p.shape = shape, p.role = role;
+  by_name_[name] = &p;
+  return p;
+}
+
+Param* ParamSet::find(const std::string& name) {
+  auto it = by_name_.find(name);
+  return it == by_name_.end() ? nullptr : it->second;
+}
+
+int64_t ParamSet::count() const {
+  int64_t n = 0;
+  for (const Param& p : params_) n += p.shape.size();
+  return n;
+}
+
+Tensor ParamSet::own(DType dtype, Shape shape) {
+  size_t bytes = size_t(shape.size()) * bytes_of(dtype);
+  return owned_.emplace_back(std::max<size_t>(bytes, 1), device_).view(dtype, shape);
+}
+
+void ParamSet::allocate(Device device) {
+  device_ = device;
+  size_t bytes = 0;
+  for (const Param& p : params_) bytes += padded(size_t(p.shape.size()) * 4);
+  Buffer& buffer = owned_.emplace_back(std::max<size_t>(bytes, 1), device);
+  size_t at = 0;
+  for (Param& p : params_) p.value = buffer.view(DType::f32, p.shape, at), at += padded(p.value.bytes());
+}
+
+void ParamSet::allocate_grads() {
+  size_t bytes = 0;
+  for (const Param& p : params_)
+    if (p.role.kind != Role::Kind::fixed) bytes += padded(size_t(p.shape.size()) * 4);
+  grads_ = Buffer(std::max<size_t>(bytes, 1), device_);
+  size_t at = 0;
+  for (Param& p : params_)
+    if (p.role.kind != Role::Kind::fixed) p.grad = grads_.view(DType::f32, p.shape, at), at += padded(p.grad.bytes());
+}
+
+void ParamSet::zero_grads() {
+  if (grads_.data()) std::memset(grads_.data(), 0, grads_.bytes());
+}
+
+}  // namespace k3

@@ -1,0 +1,38 @@
+#pragma once
+// ParamSet: the parameters of a model in the order they were declared, and the memory they own. Layers declare by name and shape and keep
+// references; names are the checkpoint's without the layout's prefix.
+#include <deque>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "k3/core/buffer.h"
+#include "k3/tape/param.h"
+
+namespace k3 {
+
+class ParamSet {
+ public:
+  Param& add(const std::string& name, Shape shape, Role role);
+  Param& matrix(const std::string& name, int64_t out, int64_t in, int64_t blocks = 1) { return add(name, {out, in}, {Role::Kind::matrix, blocks}); }
+  Param& vector(const std::string& name, Shape shape) { return add(name, shape, {Role::Kind::vector}); }
+
+  Param* find(const std::string& name);
+  std::deque<Param>& all() { return params_; }
+  const std::deque<Param>& all() const { return params_; }
+  int64_t count() const;  // scalars
+
+  void allocate(Device device);           // float32 values, zeroed (null device: shapes only)
+  void allocate_grads();                  // float32, zeroed, for every parameter that learns
+  void zero_grads();
+  Tensor own(DType dtype, Shape shape);   // memory that lives as long as the set
+
+ private:
+  std::deque<Param> params_;
+  std::unordered_map<std::string, Param*> by_name_;
+  std::vector<Buffer> owned_;
+  Buffer grads_;
+  Device device_ = Device::cpu;
+};
+
+}  // namespace k3
