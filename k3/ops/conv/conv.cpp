@@ -1,0 +1,177 @@
+#include "k3/ops/conv/conv.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "k3/core/error.h"
+#include "k3/core/threads.h"
+#include "k3/ops/conv/conv_kernels.h"
+#include "k3/tape/tape.h"
+
+namespace k3 {
+
+ConvState::ConvState(int64_t slots, int64_t channels, int64_t width, Device device)
+    : channels_(channels), width_(width), at_(size_t(slots)), buffer_(size_t(slots * (kUndo + width - 1) * channels) * sizeof(float), device) {}
+
+void ConvState::check(int64_t slot) const {
+  K3_CHECK(slot >= 0 && slot < slots(), "[conv state] slot {} of {}", slot, slots());
+}
+
+int64_t ConvState::tokens(int64_t slot) const {
+  check(slot);
+  return at_[slot].count;
+}
+
+void ConvState::reset(int64_t slot) {
+  check(slot);
+  at_[slot] = {};
+}
+
+void ConvState::copy(int64_t to, int64_t from) {
+  check(to), check(from);
+  if (to == from) return;
+  at_[to] = at_[from];
+  if (buffer_.device() == Device::cpu) std::memcpy(buffer_.data() + to * bytes_per_slot(), buffer_.data() + from * bytes_per_slot(), bytes_per_slot());
+}
+
+void ConvState::advance(int64_t slot, int64_t n) {
+  Span& s = at_[slot];
+  s.count += n;
+  s.first = std::max(s.first, s.count - history());
+}
+
+void ConvState::drop(int64_t slot, int64_t n) {
+  check(slot);
+  Span& s = at_[slot];
+  int64_t left = s.count - n;
+  K3_CHECK(n >= 0 && left >= 0, "[conv state] {} tokens can't be dropped from slot {}, which has {}", n, slot, s.count);
+  K3_CHECK(s.first <= std::max<int64_t>(0, left - (width_ - 1)),
+           "[conv state] {} tokens can't be dropped from slot {}: it goes back to token {} only, and token {} is needed to go on", n, slot, s.first,
+           std::max<int64_t>(0, left - (width_ - 1)));
+  s.count = left;
+}
+
+// Only the rows that belong to the sequence: a slot's former owner never travels with it.
+void ConvState::save(int64_t slot, Blob& blob) const {
+  check(slot);
+  K3_CHECK(buffer_.device() == Device::cpu, "[conv state] only a state in the memory of the CPU can be saved");
+  const Span& s = at_[slot];
+  blob.put_value("conv.channels", channels_), blob.put_value("conv.width", width_);
+  blob.put_value("conv.first", s.first), blob.put_value("conv.count", s.count);
+  std::vector<float> rows(size_t((s.count - s.first) * channels_));
+  const float* data = reinterpret_cast<const float*>(buffer_.data());
+  for (int64_t p = s.first; p < s.count; ++p)
+    std::memcpy(rows.data() + (p - s.first) * channels_, data + row(slot, p) * channels_, size_t(channels_) * sizeof(float));
+  blob.put("conv.rows", rows.data(), rows.size() * sizeof(float));
+}
+
+void ConvState::load(int64_t slot, Blob& blob) {
+  check(slot);
+  K3_CHECK(buffer_.device() == Device::cpu, "[conv state] only a state in the memory of the CPU can be loaded");
+  auto channels = blob.get_value<int64_t>("conv.channels"), width = blob.get_value<int64_t>("conv.width");
+  K3_CHECK(channels == channels_ && width == width_, "[conv state] the bytes are of {} channels and width {}, this model has {} and {}", channels,
+           width, channels_, width_);
+  Span s;
+  s.first = blob.get_value<int64_t>("conv.first"), s.count = blob.get_value<int64_t>("conv.count");
+  K3_CHECK(0 <= s.first && s.first <= s.count && s.count - s.first <= history() && (s.first == 0 || s.count - s.first >= width_ - 1),
+           "[conv state] tokens {} to {} make no state of width {}: the bytes are damaged", s.first, s.count, width_);
+  std::vector<float> rows(size_t((s.count - s.first) * channels_));
+  blob.get("conv.rows", rows.data(), rows.size() * sizeof(float));
+  float* data = reinterpret_cast<float*>(buffer_.data());
+  for (int64_t p = s.first; p < s.count; ++p)
+    std::memcpy(data + row(slot, p) * channels_, rows.data() + (p - s.first) * channels_, size_t(channels_) * sizeof(float));
+  at_[slot] = s;
+}
+
+namespace {
+
+bool is_padding(const Batch& b, int64_t row) { return !b.padding.empty() && b.padding[row]; }
+
+// Fills taps (rows, width). `recent` holds the rows of the last width-1 real tokens, as taps, newest last.
+void find_taps(const Batch& batch, const ConvState* state, int64_t width, int32_t* taps) {
+  for (int64_t s = 0; s < batch.sequences(); ++s) {
+    int32_t recent[cpu::kConvMaxWidth];
+    int64_t count = state ? state->tokens(batch.slots[s]) : 0;
+    for (int64_t j = 0; j < width; ++j) {
+      int64_t p = count - (width - 1) + j;
+      recent[j] = p >= 0 && p < count ? int32_t(cpu::kConvState - state->row(batch.slots[s], p)) : cpu::kConvZero;
+    }
+    for (int64_t n = batch.begin(s); n < batch.begin(s + 1); ++n) {
+      int32_t* row = taps + n * width;
+      if (is_padding(batch, n)) {
+        std::fill(row, row + width, cpu::kConvZero);
+        row[width - 1] = cpu::kConvPadding;
+        continue;
+      }
+      recent[width - 1] = int32_t(n);
+      std::copy(recent, recent + width, row);
+      std::copy(recent + 1, recent + width, recent);
+    }
+  }
+}
+
+// The new tokens' inputs go to their rows of the state; only after every output has been made, for they overwrite older ones.
+void remember(const Batch& batch, const Var& x, ConvState& state) {
+  parallel_for(batch.sequences(), [&](int64_t s) {
+    int64_t slot = batch.slots[s], n = 0, real = 0;
+    for (int64_t i = batch.begin(s); i < batch.begin(s + 1); ++i) real += !is_padding(batch, i);
+    int64_t count = state.tokens(slot), d = x.cols();
+    for (int64_t i = batch.begin(s); x.value().device() == Device::cpu && i < batch.begin(s + 1); ++i) {
+      if (is_padding(batch, i)) continue;
+      if (real - n <= state.history()) std::memcpy(state.rows().f32() + state.row(slot, count + n) * d, x.f32() + i * d, size_t(d) * sizeof(float));
+      ++n;
+    }
+    state.advance(slot, real);
+  });
+}
+
+void check_batch(const Var& x, const Batch& batch, const ConvState* state, int64_t width) {
+  K3_CHECK(batch.tokens() == x.rows(), "[conv] the batch has {} tokens but x has {} rows", batch.tokens(), x.rows());
+  K3_CHECK(batch.padding.empty() || int64_t(batch.padding.size()) == x.rows(), "[conv] padding marks {} rows but x has {}", batch.padding.size(),
+           x.rows());
+  if (!state) return;
+  K3_CHECK(!x.context().tape, "[conv] a state has no gradient: training passes none");
+  K3_CHECK(state->channels() == x.cols() && state->width() == width, "[conv] the state is of {} channels and width {}, x and w of {} and {}",
+           state->channels(), state->width(), x.cols(), width);
+  K3_CHECK(int64_t(batch.slots.size()) == batch.sequences(), "[conv] {} sequences but {} slots", batch.sequences(), batch.slots.size());
+  std::vector<uint8_t> taken(size_t(state->slots()));
+  for (int32_t slot : batch.slots) {
+    K3_CHECK(slot >= 0 && slot < state->slots(), "[conv] slot {} of a state with {}", slot, state->slots());
+    K3_CHECK(!taken[slot]++, "[conv] two sequences of the batch have slot {}", slot);
+  }
+}
+
+}  // namespace
+
+Var conv_silu(Var x, Param& w, const Batch& batch, ConvState* state) {
+  Context& c = x.context();
+  int64_t rows = x.rows(), channels = x.cols(), width = w.value.dim(w.value.rank() - 1);
+  K3_CHECK(w.value.rank() >= 2 && w.value.dtype() == DType::f32 && w.value.size() == channels * width,
+           "[conv] x has {} columns but {} is {} {}; it must be F32 (channels x width)", channels, w.name, name_of(w.value.dtype()),
+           to_string(w.value.shape()));
+  K3_CHECK(width >= 1 && width <= cpu::kConvMaxWidth, "[conv] {} has width {}, must be 1 to {}", w.name, width, cpu::kConvMaxWidth);
+  check_batch(x, batch, state, width);
+  Var y(c, DType::f32, {rows, channels});
+  size_t mark = c.arena->mark();
+  Tensor taps = c.arena->lend(DType::i32, {rows, width});
+  cpu::ConvArgs a{};
+  a.rows = rows, a.channels = channels, a.width = width, a.x = x.f32(), a.w = w.value.f32(), a.y = y.f32();
+  a.taps = taps.i32(), a.state = state ? state->rows().f32() : nullptr;
+  if (c.device == Device::cpu) {
+    find_taps(batch, state, width, taps.i32());
+    cpu::conv().conv_silu_forward(a);
+  }
+  if (state) remember(batch, x, *state);
+  double n = double(rows * channels), flops = 2.0 * double(width) + 5, bytes = 8 * n + 4.0 * double(w.value.size());
+  c.cost("conv_silu", {.flops = flops * n, .bytes = bytes + (state ? 4 * n : 0)});
+  if (!c.tape) c.arena->rewind(mark);  // the backward alone needs the taps again
+  on_backward(y, [=, &c, &w] {
+    cpu::ConvArgs b = a;
+    b.dy = y.grad().f32(), b.dx = x.grad().f32(), b.dw = w.grad.empty() ? nullptr : w.grad.f32();
+    c.cost("conv_silu", {.flops = 3 * flops * n, .bytes = 2 * bytes + 4 * n});
+    if (c.device == Device::cpu) cpu::conv().conv_silu_backward(b);
+  });
+  return y;
+}
+
+}  // namespace k3
