@@ -91,6 +91,18 @@ bool is_padded_A_log(const Param& p, const StoredTensor& t) {
 
 }  // namespace
 
+std::string resolve_snapshot(const std::string& folder) {
+  namespace fs = std::filesystem;
+  K3_CHECK(fs::exists(folder), "[model] {} is not there", folder);
+  if (!fs::is_directory(folder) || fs::exists(folder + "/config.json")) return folder;
+  K3_CHECK(fs::exists(folder + "/LATEST"), "[model] {} holds neither config.json nor LATEST; is it a model's folder?", folder);
+  std::string step = read_file(folder + "/LATEST");
+  while (!step.empty() && std::isspace(static_cast<unsigned char>(step.back()))) step.pop_back();
+  K3_CHECK(!step.empty() && step.find('/') == std::string::npos && fs::exists(folder + "/" + step + "/config.json"),
+           "[model] {}/LATEST names '{}', which is no checkpoint there; write the name of another step folder into it", folder, step);
+  return folder + "/" + step;
+}
+
 const StoredTensor* find_parameter(const Snapshot& snapshot, const Config& config, const std::string& name) {
   for (const std::string& n : spellings(config, name))
     if (const StoredTensor* t = snapshot.find(n)) return t;

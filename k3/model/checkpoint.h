@@ -19,6 +19,10 @@ void load(Model& model, const Snapshot& snapshot, const LoadOptions& options);
 // config.json and tensors; tokenizer files are the tokenizer's to write.
 void save(const Model& model, const std::string& folder, uint64_t shard_bytes = uint64_t(4) << 30);
 
+// Where a model's files are: the folder itself when it holds config.json, or the step folder that its file LATEST names (what training
+// writes: OUT/step-000400/ complete, then OUT/LATEST renamed to point at it).
+std::string resolve_snapshot(const std::string& folder);
+
 // The tensor under which a file would hold parameter `p` (its prefix, or an accepted other spelling); null if there is none.
 const StoredTensor* find_parameter(const Snapshot& snapshot, const Config& config, const std::string& name);
 

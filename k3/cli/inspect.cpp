@@ -1,0 +1,84 @@
+#include <fmt/core.h>
+
+#include <filesystem>
+#include <nlohmann/json.hpp>
+
+#include "k3/cli/commands.h"
+#include "k3/core/isa.h"
+#include "k3/core/error.h"
+#include "k3/model/checkpoint.h"
+
+namespace k3 {
+
+namespace {
+
+std::string thousands(int64_t n) {
+  std::string s = std::to_string(n);
+  for (int64_t at = int64_t(s.size()) - 3; at > 0; at -= 3) s.insert(size_t(at), ",");
+  return s;
+}
+
+// Runs of equal layers: "kda x3, mla, ..." counted from 0.
+std::string pattern(const Config& c) {
+  std::string text;
+  for (size_t l = 0; l < c.mixer_of_layer.size();) {
+    size_t n = 1;
+    while (l + n < c.mixer_of_layer.size() && c.mixer_of_layer[l + n] == c.mixer_of_layer[l]) ++n;
+    text += (text.empty() ? "" : ", ") + c.mixer_of_layer[l] + (n > 1 ? fmt::format(" x{}", n) : "");
+    l += n;
+  }
+  return text;
+}
+
+void run(const std::string& named, bool tensors) {
+  std::string path = resolve_snapshot(named);
+  Config c = Config::load(path);
+  c.finish();
+  Model model(c);
+  int64_t total = 0, inactive = 0;
+  for (const Param& p : model.params().all()) {
+    total += p.shape.size();
+    if (p.name.find(".experts.") != std::string::npos) inactive += p.shape.size();
+  }
+  double unused = c.num_experts ? 1.0 - double(c.num_experts_per_token) / double(c.num_experts) : 0;
+  ModelState state = model.new_state(1, Device::null, false);
+  fmt::print("model type            {}\n", c.model_type);
+  fmt::print("layers                {}: {}\n", c.num_hidden_layers, pattern(c));
+  fmt::print("hidden size           {}, vocabulary {}\n", c.hidden_size, thousands(c.vocab_size));
+  fmt::print("residual              {}\n", c.attn_res_block_size ? fmt::format("attention over depth, blocks of {} layers", c.attn_res_block_size) : "plain");
+  if (c.num_experts)
+    fmt::print("experts               {} routed, {} a token{}, {} shared\n", c.num_experts, c.num_experts_per_token,
+               c.routed_expert_hidden_size ? fmt::format(", in a latent space of {}", c.routed_expert_hidden_size) : "", c.num_shared_experts);
+  fmt::print("positional encoding   none\n");
+  fmt::print("parameters            {} ({} active a token, embedding not counted)\n", thousands(total),
+             thousands(total - int64_t(double(inactive) * unused) - c.vocab_size * c.hidden_size));
+  fmt::print("memory a sequence     {} bytes, whatever its length, in float32\n", thousands(state.bytes_per_slot()));
+  fmt::print("memory a token        {} bytes in float32 ({} in deterministic mode)\n", thousands(state.bytes_per_token()),
+             thousands(model.new_state(1, Device::null, true).bytes_per_token()));
+  fmt::print("end of text           ");
+  for (int64_t id : c.eos_token_id) fmt::print("{} ", id);
+  fmt::print("(config.json)\n");
+  fmt::print("instruction set       {} (best here: {})\n", cpu::name_of(cpu::isa()), cpu::name_of(cpu::best_isa()));
+  if (std::filesystem::is_directory(path) && (std::filesystem::exists(path + "/model.safetensors") || std::filesystem::exists(path + "/model.safetensors.index.json"))) {
+    Snapshot snapshot(path);
+    fmt::print("files                 {} tensors, {} bytes\n", thousands(int64_t(snapshot.tensors().size())), thousands(int64_t(snapshot.bytes())));
+    load(model, snapshot, {});
+    fmt::print("checked               every tensor is there, with the right shape, and none too many\n");
+    if (tensors)
+      for (const StoredTensor& t : snapshot.tensors()) fmt::print("  {:<80} {:<5} {}\n", t.name, name_of(t.dtype), to_string(t.shape));
+  }
+}
+
+}  // namespace
+
+void add_inspect(CLI::App& app) {
+  CLI::App* c = app.add_subcommand("inspect", "what a model is: layers, parameters, memory, files");
+  c->footer("Example:\n  k3 inspect golden/kimi-k3-a");
+  auto path = std::make_shared<std::string>();
+  auto tensors = std::make_shared<bool>(false);
+  c->add_option("model", *path, "snapshot folder or config.json")->required();
+  c->add_flag("--tensors", *tensors, "list every tensor");
+  c->callback([=] { run(*path, *tensors); });
+}
+
+}  // namespace k3

@@ -1,0 +1,69 @@
+// k3: train, run and plan language models of the Kimi K3 family.
+#include <fmt/core.h>
+
+#include <new>
+
+#include "k3/cli/commands.h"
+#include "k3/core/error.h"
+#include "k3/core/isa.h"
+#include "k3/core/nearest.h"
+#include "k3/core/threads.h"
+
+namespace {
+
+// CLI11 lists what it doesn't know; say what was probably meant.
+std::string with_suggestion(const CLI::App& app, const CLI::ParseError& e, int argc, char** argv) {
+  std::vector<std::string> known;
+  for (const CLI::App* sub : app.get_subcommands([](const CLI::App*) { return true; })) {
+    if (argc > 1 && sub->get_name() == argv[1]) {
+      known.clear();
+      for (const CLI::Option* o : sub->get_options())
+        for (const std::string& n : o->get_lnames()) known.push_back("--" + n);
+      for (int i = 2; i < argc; ++i) {
+        std::string word = std::string(argv[i]).substr(0, std::string(argv[i]).find('='));
+        if (word.starts_with("--") && std::find(known.begin(), known.end(), word) == known.end())
+          return fmt::format("unknown flag {}; the nearest known one is {}", word, k3::nearest(word, known));
+      }
+      return e.what();
+    }
+    known.push_back(sub->get_name());
+  }
+  if (argc > 1 && argv[1][0] != '-') return fmt::format("unknown command '{}'; the nearest known one is '{}'", argv[1], k3::nearest(argv[1], known));
+  return e.what();
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  CLI::App app{"k3: train, run and plan language models of the Kimi K3 family"};
+  app.require_subcommand(1);
+  app.set_version_flag("--version", "k3 0.1");
+  int threads = 0;
+  std::string isa;
+  app.add_option("--threads", threads, "threads to use (results are the same at any number)")->check(CLI::Range(1, 1024));
+  app.add_option("--isa", isa, "force an instruction set")->check(CLI::IsMember({"plain", "avx2", "avx512"}));
+  app.fallthrough();
+  app.parse_complete_callback([&] {
+    if (threads) k3::set_thread_count(threads);
+    if (!isa.empty()) k3::cpu::force_isa(isa == "plain" ? k3::cpu::Isa::plain : isa == "avx2" ? k3::cpu::Isa::avx2 : k3::cpu::Isa::avx512);
+  });
+  k3::add_train(app), k3::add_generate(app), k3::add_eval(app), k3::add_inspect(app), k3::add_verify(app), k3::add_tokenize(app), k3::add_plan(app);
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::Success& e) {  // --help, --version
+    return app.exit(e);
+  } catch (const CLI::ParseError& e) {
+    fmt::print(stderr, "k3: {} (see k3 {}--help)\n", with_suggestion(app, e, argc, argv), argc > 1 && argv[1][0] != '-' ? std::string(argv[1]) + " " : "");
+    return 2;
+  } catch (const k3::Error& e) {
+    fmt::print(stderr, "k3: {}\n", e.what());
+    return 1;
+  } catch (const std::bad_alloc&) {
+    fmt::print(stderr, "k3: out of memory; use a smaller model, batch or context\n");
+    return 1;
+  } catch (const std::exception& e) {
+    fmt::print(stderr, "k3: {}\n", e.what());
+    return 1;
+  }
+  return 0;
+}

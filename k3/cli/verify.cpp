@@ -1,0 +1,87 @@
+#include <fmt/core.h>
+
+#include <algorithm>
+#include <filesystem>
+
+#include "k3/cli/commands.h"
+#include "k3/core/error.h"
+#include "k3/infer/parity.h"
+
+namespace k3 {
+
+namespace {
+
+struct VerifyFlags {
+  std::string model, golden, gradients_file, record;
+  bool gradients = false;
+  ParityOptions options;
+};
+
+int print(const ParityReport& report) {
+  int bad = 0;
+  for (const ParityRow& r : report.rows) {
+    fmt::print("{}  {:<72} relative {:9.2e}  worst {:9.2e}{}{}\n", r.good() ? "ok  " : "FAIL", r.name, r.relative, r.worst,
+               r.at >= 0 ? fmt::format(" at {}", r.at) : "", r.note.empty() ? "" : "  " + r.note);
+    bad += !r.good();
+  }
+  return bad;
+}
+
+void run(const VerifyFlags& f) {
+  namespace fs = std::filesystem;
+  std::string folder = resolve_snapshot(f.model);
+  Config config = Config::load(folder);
+  config.finish();
+  Model model(config);
+  Snapshot snapshot(folder);
+  load(model, snapshot, {.for_training = f.gradients});
+  std::string golden = f.golden.empty() ? f.model + "/golden.safetensors" : f.golden;
+  K3_CHECK(fs::exists(golden), "[verify] {} is not there; name the recording with --golden FILE", golden);
+  Snapshot recording(golden);
+  if (!f.record.empty()) {
+    const StoredTensor* ids = recording.find("input_ids");
+    K3_CHECK(ids, "[verify] {} has no input_ids", golden);
+    record(model, recording.view(*ids), f.record);
+    fmt::print("recorded {}\n", f.record);
+    return;
+  }
+  ParityReport forward = compare_forward(model, recording, f.options);
+  int bad = print(forward);
+  if (!forward.ties.empty()) {
+    fmt::print("{} router choices are nearly tied (margin below {:g}); another rounding may choose otherwise{}\n", forward.ties.size(), f.options.tie,
+               forward.good ? "" : "; try --force-routing");
+    for (size_t i = 0; i < std::min<size_t>(10, forward.ties.size()); ++i) fmt::print("      {}\n", forward.ties[i]);
+  }
+  size_t rows = forward.rows.size();
+  if (f.gradients) {
+    std::string file = f.gradients_file.empty() ? f.model + "/grads.safetensors" : f.gradients_file;
+    K3_CHECK(fs::exists(file), "[verify] {} is not there; name the recorded gradients with --gradients-file FILE", file);
+    ParityReport g = compare_gradients(model, recording, Snapshot(file), f.options);
+    bad += print(g);
+    rows += g.rows.size();
+    auto worst = std::max_element(g.rows.begin(), g.rows.end(), [](auto& a, auto& b) { return a.relative < b.relative; });
+    if (worst != g.rows.end()) fmt::print("largest relative error of a gradient: {:.2e} ({})\n", worst->relative, worst->name);
+  }
+  fmt::print("{} of {} tensors within their limits\n", rows - size_t(bad), rows);
+  K3_CHECK(bad == 0, "[verify] {} of {} tensors are beyond their limits (--rtol {:g}{})", bad, rows, f.options.rtol,
+           f.gradients ? fmt::format(", --gradient-rtol {:g}", f.options.gradient_rtol) : "");
+}
+
+}  // namespace
+
+void add_verify(CLI::App& app) {
+  CLI::App* c = app.add_subcommand("verify", "compare a model, tensor by tensor, with what another implementation recorded");
+  c->footer("Example:\n  k3 verify golden/kimi-k3-a --gradients --rtol 1e-5");
+  auto f = std::make_shared<VerifyFlags>();
+  c->add_option("model", f->model, "snapshot folder")->required();
+  c->add_option("--golden", f->golden, "recorded tensors (default: MODEL/golden.safetensors)");
+  c->add_flag("--gradients", f->gradients, "compare gradients too");
+  c->add_option("--gradients-file", f->gradients_file, "recorded gradients (default: MODEL/grads.safetensors)");
+  c->add_option("--rtol", f->options.rtol, "limit of the relative L2 error")->capture_default_str();
+  c->add_option("--gradient-rtol", f->options.gradient_rtol, "the same for gradients")->capture_default_str();
+  c->add_flag("--force-routing", f->options.force_routing, "use the recorded expert choices");
+  c->add_option("--record", f->record, "write what this program computes for the recorded input_ids, and stop");
+  c->callback([f] { run(*f); });
+}
+
+}  // namespace k3

@@ -1,0 +1,220 @@
+#include "k3/infer/parity.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <map>
+
+#include "k3/core/error.h"
+#include "k3/infer/session.h"
+#include "k3/ops/loss/loss.h"
+#include "k3/ops/sample/sample.h"
+#include "k3/tape/tape.h"
+
+namespace k3 {
+
+namespace {
+
+using Recorded = std::map<std::string, std::vector<float>>;
+
+std::vector<float> floats(const Tensor& t) {
+  if (t.dtype() == DType::f32) return {t.f32(), t.f32() + t.size()};
+  std::vector<float> v(static_cast<size_t>(t.size()));
+  if (t.dtype() == DType::i32) std::copy_n(t.i32(), t.size(), v.begin());
+  else if (t.dtype() == DType::i64) std::transform(t.as<int64_t>(), t.as<int64_t>() + t.size(), v.begin(), [](int64_t x) { return float(x); });
+  else fail("[verify] a recorded tensor is {}, but F32, I32 and I64 are understood", name_of(t.dtype()));
+  return v;
+}
+
+ParityRow compare(const std::string& name, const std::vector<float>& got, const std::vector<float>& want, double limit) {
+  ParityRow row{name, 0, 0, -1, limit, ""};
+  K3_CHECK(got.size() == want.size(), "[verify] {} has {} values here but {} in the recording", name, got.size(), want.size());
+  double difference = 0, norm = 0;
+  for (size_t i = 0; i < got.size(); ++i) {
+    double d = std::abs(double(got[i]) - double(want[i]));
+    if (!(d <= row.worst)) row.worst = d, row.at = int64_t(i);  // NaN is worst
+    difference += d * d, norm += double(want[i]) * double(want[i]);
+  }
+  row.relative = norm > 0 ? std::sqrt(difference / norm) : std::sqrt(difference);
+  if (std::isnan(row.relative)) row.relative = INFINITY, row.note = "not a number";
+  return row;
+}
+
+struct Input {
+  std::vector<int32_t> ids;
+  int64_t rows, length;
+  Batch batch() const { return Batch::of_lengths(std::vector<int64_t>(size_t(rows), length)); }
+  Tensor tensor() const { return Tensor(const_cast<int32_t*>(ids.data()), DType::i32, {rows * length}); }
+  // next-token targets within each row
+  std::vector<int32_t> targets() const {
+    std::vector<int32_t> t(ids.size(), kIgnored);
+    for (int64_t r = 0; r < rows; ++r)
+      for (int64_t i = 0; i + 1 < length; ++i) t[size_t(r * length + i)] = ids[size_t(r * length + i + 1)];
+    return t;
+  }
+};
+
+Input input_of(const Tensor& t) {
+  K3_CHECK(t.rank() == 2, "[verify] input_ids must be [rows, tokens], not {}", to_string(t.shape()));
+  Input in{{}, t.dim(0), t.dim(1)};
+  for (float x : floats(t)) in.ids.push_back(int32_t(x));
+  return in;
+}
+
+Tensor recorded(const Snapshot& s, const std::string& name) {
+  const StoredTensor* t = s.find(name);
+  K3_CHECK(t, "[verify] the recording {} has no {}", s.folder(), name);
+  return s.view(*t);
+}
+
+// One forward with states; everything that `wanted` names, and the routing, ends in the map.
+Recorded run_forward(Model& model, const Input& in, const std::function<bool(const std::string&)>& wanted, double* loss) {
+  Arena arena(size_t(64) << 30);
+  Context c;
+  c.arena = &arena;
+  Recorded out;
+  c.on_record = [&](std::string_view name, const Tensor& t) {
+    std::string n(name);
+    if (wanted(n) || n.starts_with("routes.") || n.starts_with("router_margin.")) out[n] = floats(t);
+  };
+  Batch batch = in.batch();
+  for (int64_t r = 0; r < in.rows; ++r) batch.slots.push_back(int32_t(r));
+  ModelState state = model.new_state(in.rows, Device::cpu, true);
+  Var h = model.forward(c, in.tensor(), batch, &state);
+  out["logits"] = floats(logits(h, model.lm_head()));
+  std::vector<int32_t> targets = in.targets();
+  Loss l = cross_entropy(h, model.lm_head(), Tensor(targets.data(), DType::i32, {int64_t(targets.size())}), 1.0f);
+  if (loss) *loss = l.sum / double(l.count);
+  const Config& config = model.config();
+  for (int64_t layer = 0; layer < config.num_hidden_layers; ++layer) {
+    std::string name = "kda_state." + std::to_string(layer);
+    if (!wanted(name) || config.mixer_of_layer[size_t(layer)] != "kda") continue;
+    size_t size = size_t(config.kda_num_heads * config.kda_head_dim * config.kda_head_dim);
+    std::vector<float>& all = out[name];
+    for (int64_t r = 0; r < in.rows; ++r) {
+      std::vector<float> one(size);
+      state.layer(layer)->dense(r, one);
+      all.insert(all.end(), one.begin(), one.end());
+    }
+  }
+  int64_t nth = 0;  // expert_load counts MoE layers
+  for (int64_t layer = 0; layer < config.num_hidden_layers; ++layer) {
+    if (!config.is_moe(layer)) continue;
+    std::vector<float>& load = out["expert_load." + std::to_string(nth++)];
+    load.assign(size_t(config.num_experts), 0);
+    for (float e : out["routes." + std::to_string(layer)])
+      if (e >= 0) ++load[size_t(e)];
+  }
+  return out;
+}
+
+ParityRow compare_greedy(Model& model, const std::vector<float>& want) {
+  constexpr size_t kPrompt = 20;
+  K3_CHECK(want.size() > kPrompt, "[verify] greedy must hold {} prompt ids and a continuation", kPrompt);
+  Session session(model, {});
+  std::vector<int32_t> ids(want.begin(), want.begin() + kPrompt);
+  session.read(ids);
+  ParityRow row{"greedy", 0, 0, -1, 0, ""};
+  for (size_t i = kPrompt; i < want.size(); ++i) {
+    int32_t id = sample(session.logits(), session.vocabulary(), {}, 0);
+    if (id != int32_t(want[i])) {
+      auto top = top_log_probabilities(session.logits(), session.vocabulary(), 2);
+      row.relative = 1, row.worst = 1, row.at = int64_t(i);
+      row.note = fmt::format("token {} is {} but {} was recorded; the two best are {:.3g} apart", i, id, int(want[i]),
+                             top[0].log_probability - top[1].log_probability);
+      return row;
+    }
+    session.read({&id, 1});
+  }
+  row.note = fmt::format("{} tokens identical", want.size() - kPrompt);
+  return row;
+}
+
+}  // namespace
+
+ParityReport compare_forward(Model& model, const Snapshot& recording, const ParityOptions& o) {
+  ParityReport report;
+  Input in = input_of(recorded(recording, "input_ids"));
+  std::vector<Tensor> routes(size_t(model.config().num_hidden_layers));
+  if (o.force_routing)
+    for (int64_t l = 0; l < model.config().num_hidden_layers; ++l)
+      if (model.config().is_moe(l)) {
+        routes[size_t(l)] = recorded(recording, "routes." + std::to_string(l)).reshape({in.rows * in.length, model.config().num_experts_per_token});
+        model.ffn(l).force_routes(&routes[size_t(l)]);
+      }
+  double loss = 0;
+  Recorded got = run_forward(model, in, [&](const std::string& n) { return recording.find(n) != nullptr; }, &loss);
+  for (int64_t l = 0; l < model.config().num_hidden_layers; ++l) model.ffn(l).force_routes(nullptr);
+  got["loss"] = {float(loss)};
+  for (const StoredTensor& t : recording.tensors()) {
+    if (t.name == "input_ids") continue;
+    std::vector<float> want = floats(recording.view(t));
+    if (t.name == "greedy") {
+      report.rows.push_back(compare_greedy(model, want));
+    } else if (t.name.starts_with("routes.") || t.name.starts_with("router_margin.")) {
+      ParityRow row = compare(t.name, got[t.name], want, t.name.starts_with("routes.") ? 0 : o.rtol * 10);
+      report.rows.push_back(row);
+    } else {
+      auto it = got.find(t.name);
+      K3_CHECK(it != got.end(), "[verify] the recording holds {}, which this model does not compute", t.name);
+      ParityRow row = compare(t.name, it->second, want, t.name.starts_with("expert_load.") ? 0 : o.rtol);
+      report.rows.push_back(row);
+    }
+    report.good = report.good && report.rows.back().good();
+  }
+  for (auto& [name, margins] : got)
+    if (name.starts_with("router_margin."))
+      for (size_t i = 0; i < margins.size(); ++i)
+        if (margins[i] < o.tie) report.ties.push_back(fmt::format("layer {} token {}: margin {:.2g}", name.substr(14), i, margins[i]));
+  return report;
+}
+
+ParityReport compare_gradients(Model& model, const Snapshot& recording, const Snapshot& gradients, const ParityOptions& o) {
+  Input in = input_of(recorded(recording, "input_ids"));
+  Arena arena(size_t(64) << 30);
+  Tape tape;
+  Context c;
+  c.arena = &arena, c.tape = &tape;
+  model.params().allocate_grads();
+  std::vector<int32_t> targets = in.targets();
+  int64_t count = std::count_if(targets.begin(), targets.end(), [](int32_t t) { return t != kIgnored; });
+  Var h = model.forward(c, in.tensor(), in.batch());
+  cross_entropy(h, model.lm_head(), Tensor(targets.data(), DType::i32, {int64_t(targets.size())}), 1.0f / float(count));
+  tape.run_backward();
+  ParityReport report;
+  size_t found = 0;
+  for (const Param& p : model.params().all()) {
+    const StoredTensor* t = find_parameter(gradients, model.config(), p.name);
+    if (!t) continue;  // an expert that no token chose has no recorded gradient
+    ++found;
+    std::vector<float> want = floats(gradients.view(*t)), got(p.grad.f32(), p.grad.f32() + p.grad.size());
+    if (want.size() > got.size() && p.name.ends_with(".A_log")) got.resize(want.size(), 0.0f);
+    report.rows.push_back(compare("d " + p.name, got, want, o.gradient_rtol));
+    report.good = report.good && report.rows.back().good();
+  }
+  K3_CHECK(found == gradients.tensors().size(), "[verify] {} of the {} recorded gradients belong to no parameter of this model", gradients.tensors().size() - found,
+           gradients.tensors().size());
+  return report;
+}
+
+void record(Model& model, const Tensor& input_ids, const std::string& path) {
+  Input in = input_of(input_ids);
+  double loss = 0;
+  Recorded got = run_forward(model, in, [](const std::string& n) { return !n.starts_with("log_decay") && !n.starts_with("output_gate"); }, &loss);
+  got["loss"] = {float(loss)};
+  std::vector<NamedTensor> tensors = {{"input_ids", in.tensor().reshape({in.rows, in.length})}};
+  std::vector<std::vector<int32_t>> whole;
+  whole.reserve(got.size());
+  for (auto& [name, values] : got) {
+    bool ids = name.starts_with("routes.") || name.starts_with("expert_load.");
+    if (ids) {
+      auto& v = whole.emplace_back(values.begin(), values.end());
+      tensors.push_back({name, Tensor(v.data(), DType::i32, {int64_t(v.size())})});
+    } else {
+      tensors.push_back({name, Tensor(values.data(), DType::f32, {int64_t(values.size())})});
+    }
+  }
+  write_safetensors(path, tensors);
+}
+
+}  // namespace k3

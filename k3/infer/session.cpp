@@ -1,0 +1,50 @@
+#include "k3/infer/session.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "k3/core/error.h"
+#include "k3/ops/loss/loss.h"
+
+namespace k3 {
+
+// Address space for scratch, not memory: pages count when they are touched.
+static size_t address_space() { return size_t(sysconf(_SC_PHYS_PAGES)) * size_t(sysconf(_SC_PAGE_SIZE)); }
+
+Session::Session(Model& model, const SessionOptions& options)
+    : model_(model), options_(options), arena_(address_space()), state_(model.new_state(1, Device::cpu, options.deterministic)),
+      logits_(size_t(model.config().vocab_size) * sizeof(float)) {
+  K3_CHECK(options.prefill_chunk >= 1, "[session] prefill_chunk is {} but must be at least 1", options.prefill_chunk);
+}
+
+void Session::read(std::span<const int32_t> ids, const std::function<void(int64_t)>& progress) {
+  const int64_t total = int64_t(ids.size());
+  for (int64_t at = 0; at < total;) {
+    int64_t n = std::min(options_.prefill_chunk, total - at);
+    Context c;
+    c.arena = &arena_;
+    c.deterministic = options_.deterministic;
+    arena_.rewind(0);
+    Batch batch = Batch::one(n);
+    batch.slots = {0};
+    Tensor piece(const_cast<int32_t*>(ids.data() + at), DType::i32, {n});
+    has_logits_ = false;
+    Var h = model_.forward(c, piece, batch, &state_);
+    at += n;
+    if (at == total) {  // logits of the last token only
+      Tensor last = k3::logits(Var(c, h.value().row_range(n - 1, n)), model_.lm_head());
+      std::memcpy(logits_.data(), last.data(), last.bytes());
+      has_logits_ = true;
+    }
+    if (progress) progress(at);
+  }
+}
+
+const float* Session::logits() const {
+  K3_CHECK(has_logits_, "[session] there are no logits before a token is read");
+  return reinterpret_cast<const float*>(logits_.data());
+}
+
+}  // namespace k3
