@@ -1,13 +1,12 @@
 // The two files of a tokenizer: tiktoken.model (lines of base64, space, rank) and tokenizer_config.json (names of the specials).
+#include <algorithm>
 #include <charconv>
-#include <cstdio>
 #include <filesystem>
-#include <fstream>
-#include <sstream>
 
 #include <nlohmann/json.hpp>
 
 #include "k3/core/error.h"
+#include "k3/core/file.h"
 #include "k3/tokenizer/tokenizer.h"
 
 namespace k3 {
@@ -43,23 +42,6 @@ bool from_base64(std::string_view text, std::string& bytes) {
   return to_base64(bytes) == text;  // one spelling only
 }
 
-std::string read(const std::filesystem::path& path) {
-  std::ifstream file(path, std::ios::binary);
-  K3_CHECK(file, "[tokenizer] cannot open {}; a model folder holds tiktoken.model and tokenizer_config.json", path.string());
-  std::ostringstream text;
-  text << file.rdbuf();
-  return std::move(text).str();
-}
-
-void write(const std::filesystem::path& path, const std::string& text) {  // a reader never sees half a file
-  const std::filesystem::path part = path.string() + ".part";
-  std::ofstream file(part, std::ios::binary);
-  file << text;
-  file.close();
-  K3_CHECK(file, "[tokenizer] cannot write {}", part.string());
-  std::filesystem::rename(part, path);
-}
-
 std::vector<std::string> parse_ranks(std::string_view text, const std::string& name) {
   std::vector<std::string> tokens;
   std::vector<int> line_of;  // by rank; 0: not seen
@@ -82,9 +64,8 @@ std::vector<std::string> parse_ranks(std::string_view text, const std::string& n
   }
   K3_CHECK(!tokens.empty(), "[tokenizer] {} is empty", name);
   for (size_t rank = 0; rank < tokens.size(); ++rank)
-    K3_CHECK(line_of[rank], "[tokenizer] {}: no line has rank {}, but line {} has rank {}; ranks must leave no gap", name, rank,
-             line_of[std::find_if(line_of.begin() + rank, line_of.end(), [](int l) { return l > 0; }) - line_of.begin()],
-             std::find_if(line_of.begin() + rank, line_of.end(), [](int l) { return l > 0; }) - line_of.begin());
+    K3_CHECK(line_of[rank], "[tokenizer] {}: no line has rank {}, but line {} has rank {}; ranks must leave no gap", name, rank, line_of.back(),
+             tokens.size() - 1);
   std::map<std::string_view, size_t> seen;
   for (size_t rank = 0; rank < tokens.size(); ++rank) {
     const auto [it, fresh] = seen.emplace(tokens[rank], rank);
@@ -146,26 +127,24 @@ Tokenizer::Tokenizer(const std::vector<std::string>& tokens, std::string config)
              name.dump());
     *id = *special(name.get<std::string>());
   }
-  hash_ = 0xCBF29CE484222325;
-  auto add = [&](std::string_view bytes) {
-    for (const char c : bytes) hash_ = (hash_ ^ uint8_t(c)) * 0x100000001B3;
-    hash_ = (hash_ ^ bytes.size()) * 0x100000001B3;
-  };
+  auto add = [&](std::string_view bytes) { hash_ = checksum(bytes.data(), bytes.size(), hash_ + bytes.size()); };
   for (const std::string& t : tokens) add(t);
   for (const std::string& n : names_) add(n);
 }
 
 Tokenizer Tokenizer::load(const std::string& folder) {
-  const std::filesystem::path in = folder;
-  return Tokenizer(parse_ranks(read(in / "tiktoken.model"), (in / "tiktoken.model").string()), read(in / "tokenizer_config.json"));
+  const std::string model = folder + "/tiktoken.model", config = folder + "/tokenizer_config.json";
+  for (const std::string& path : {model, config})
+    K3_CHECK(std::filesystem::exists(path), "[tokenizer] there is no {}; a model folder holds tiktoken.model and tokenizer_config.json", path);
+  return Tokenizer(parse_ranks(read_file(model), model), read_file(config));
 }
 
 void Tokenizer::save(const std::string& folder) const {
   std::string model;
   for (int32_t rank = 0; rank < ranks(); ++rank) model += fmt::format("{} {}\n", to_base64(bpe_.bytes(rank)), rank);
   std::filesystem::create_directories(folder);
-  write(std::filesystem::path(folder) / "tiktoken.model", model);
-  write(std::filesystem::path(folder) / "tokenizer_config.json", config_);
+  write_file(folder + "/tiktoken.model", model);
+  write_file(folder + "/tokenizer_config.json", config_);
 }
 
 }  // namespace k3

@@ -3,8 +3,9 @@
 //
 //   Tokenizer t = learn(8192, [&](auto add) { for (auto& document : documents) add(document); });
 //
-// Ranks 0..255 are the single bytes; rank r is the pair most frequent after r merges. Ties go to the pair whose bytes come first
-// (left part, then right part). The result depends on the text alone: not on the order of documents, nor on the machine.
+// Ranks 0..255 are the single bytes; each further rank is the pair of neighbours most frequent when the ranks before it are applied; of
+// equally frequent ones, the pair whose bytes come first. The result depends on the pieces and their counts alone: not on the order of
+// documents, nor on the machine.
 #include <functional>
 
 #include "k3/tokenizer/tokenizer.h"

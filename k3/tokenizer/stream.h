@@ -20,8 +20,8 @@ class Utf8Stream {
 
 std::string replace_invalid_utf8(std::string_view bytes);  // the same in one call
 
-// Ends text exactly before the first match of a stop string; holds back only what could still become a match. When several match, the
-// one that begins first wins, and so the text ends there.
+// Ends text exactly before the first match of a stop string; holds back only what could still become a match. First is the match that is
+// complete first, as if each character were looked at when it comes (no stop waits for another); of two complete at once, the longer.
 class StopStrings {
  public:
   StopStrings() = default;
