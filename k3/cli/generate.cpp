@@ -31,7 +31,8 @@ void run(GenerateFlags f) {
   Snapshot snapshot(folder);
   load(model, snapshot, {});
   Tokenizer tokenizer = Tokenizer::load(folder);
-  K3_CHECK(tokenizer.vocabulary() <= config.vocab_size, "[generate] the tokenizer has {} ids but the model only {}", tokenizer.vocabulary(), config.vocab_size);
+  K3_CHECK(tokenizer.vocabulary() <= config.vocab_size, "[generate] the tokenizer has {} ids but the model only {}", tokenizer.vocabulary(),
+           config.vocab_size);
   std::string prompt = f.prompt;
   if (!f.prompt_file.empty()) prompt = f.prompt_file == "-" ? std::string(std::istreambuf_iterator<char>(std::cin), {}) : read_file(f.prompt_file);
   std::vector<int32_t> ids = tokenizer.encode(prompt);
@@ -59,7 +60,8 @@ void run(GenerateFlags f) {
         });
     fmt::print("\n");
     fmt::print(stderr, "[{} prompt tokens in {:.2f} s, {} tokens at {:.1f} tokens/s, {}]\n", g.prompt_tokens, g.prefill_seconds, g.ids.size(),
-               g.decode_seconds > 0 ? double(g.ids.size()) / g.decode_seconds : 0.0, g.finish == "stop" ? "stopped by itself" : "stopped by --max-tokens");
+               g.decode_seconds > 0 ? double(g.ids.size()) / g.decode_seconds : 0.0,
+               g.finish == "stop" ? "stopped by itself" : "stopped by --max-tokens");
     ++f.options.sample.seed;
   }
 }
@@ -74,10 +76,16 @@ void add_generate(CLI::App& app) {
   auto* prompt = c->add_option("--prompt", f->prompt, "text to continue");
   c->add_option("--prompt-file", f->prompt_file, "the same from a file (- for standard input)")->excludes(prompt);
   c->add_option("--max-tokens", f->options.max_tokens, "at most this many")->check(CLI::NonNegativeNumber)->capture_default_str();
-  c->add_option("--temperature", f->options.sample.temperature, "0: always the most probable token")->check(CLI::NonNegativeNumber)->capture_default_str();
+  c->add_option("--temperature", f->options.sample.temperature, "0: always the most probable token")
+      ->check(CLI::NonNegativeNumber)
+      ->capture_default_str();
   c->add_option("--top-k", f->options.sample.top_k, "draw from the k most probable (0: all)")->check(CLI::NonNegativeNumber)->capture_default_str();
-  c->add_option("--top-p", f->options.sample.top_p, "draw from the most probable that make up this share")->check(CLI::Range(0.0, 1.0))->capture_default_str();
-  c->add_option("--min-p", f->options.sample.min_p, "drop what is less probable than this share of the best")->check(CLI::Range(0.0, 1.0))->capture_default_str();
+  c->add_option("--top-p", f->options.sample.top_p, "draw from the most probable that make up this share")
+      ->check(CLI::Range(0.0, 1.0))
+      ->capture_default_str();
+  c->add_option("--min-p", f->options.sample.min_p, "drop what is less probable than this share of the best")
+      ->check(CLI::Range(0.0, 1.0))
+      ->capture_default_str();
   c->add_option("--seed", f->options.sample.seed, "the same seed gives the same text")->capture_default_str();
   c->add_option("--samples", f->samples, "how many continuations; seeds count up")->check(CLI::Range(1, 10000))->capture_default_str();
   c->add_option("--stop", f->options.stop, "end before this string (may be given several times)")->type_size(1)->allow_extra_args(false);

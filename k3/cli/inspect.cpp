@@ -45,7 +45,8 @@ void run(const std::string& named, bool tensors) {
   fmt::print("model type            {}\n", c.model_type);
   fmt::print("layers                {}: {}\n", c.num_hidden_layers, pattern(c));
   fmt::print("hidden size           {}, vocabulary {}\n", c.hidden_size, thousands(c.vocab_size));
-  fmt::print("residual              {}\n", c.attn_res_block_size ? fmt::format("attention over depth, blocks of {} layers", c.attn_res_block_size) : "plain");
+  fmt::print("residual              {}\n",
+             c.attn_res_block_size ? fmt::format("attention over depth, blocks of {} layers", c.attn_res_block_size) : "plain");
   if (c.num_experts)
     fmt::print("experts               {} routed, {} a token{}, {} shared\n", c.num_experts, c.num_experts_per_token,
                c.routed_expert_hidden_size ? fmt::format(", in a latent space of {}", c.routed_expert_hidden_size) : "", c.num_shared_experts);
@@ -59,7 +60,8 @@ void run(const std::string& named, bool tensors) {
   for (int64_t id : c.eos_token_id) fmt::print("{} ", id);
   fmt::print("(config.json)\n");
   fmt::print("instruction set       {} (best here: {})\n", cpu::name_of(cpu::isa()), cpu::name_of(cpu::best_isa()));
-  if (std::filesystem::is_directory(path) && (std::filesystem::exists(path + "/model.safetensors") || std::filesystem::exists(path + "/model.safetensors.index.json"))) {
+  if (std::filesystem::is_directory(path) &&
+      (std::filesystem::exists(path + "/model.safetensors") || std::filesystem::exists(path + "/model.safetensors.index.json"))) {
     Snapshot snapshot(path);
     fmt::print("files                 {} tensors, {} bytes\n", thousands(int64_t(snapshot.tensors().size())), thousands(int64_t(snapshot.bytes())));
     load(model, snapshot, {});

@@ -53,7 +53,8 @@ int main(int argc, char** argv) {
   } catch (const CLI::Success& e) {  // --help, --version
     return app.exit(e);
   } catch (const CLI::ParseError& e) {
-    fmt::print(stderr, "k3: {} (see k3 {}--help)\n", with_suggestion(app, e, argc, argv), argc > 1 && argv[1][0] != '-' ? std::string(argv[1]) + " " : "");
+    fmt::print(stderr, "k3: {} (see k3 {}--help)\n", with_suggestion(app, e, argc, argv),
+               argc > 1 && argv[1][0] != '-' ? std::string(argv[1]) + " " : "");
     return 2;
   } catch (const k3::Error& e) {
     fmt::print(stderr, "k3: {}\n", e.what());

@@ -11,8 +11,8 @@ Tensor Arena::lend(DType dtype, Shape shape) {
   size_t bytes = size_t(shape.size()) * bytes_of(dtype);
   size_t rounded = (bytes + kAlign - 1) / kAlign * kAlign;
   if (device() != Device::null)
-    K3_CHECK(used_ + rounded <= capacity_, "[arena] a step needs more than the {} MB planned for it ({} lent, {} wanted)", capacity_ >> 20,
-             used_, bytes);
+    K3_CHECK(used_ + rounded <= capacity_, "[arena] a step needs more than the {} MB planned for it ({} lent, {} wanted)", capacity_ >> 20, used_,
+             bytes);
   char* at = buffer_.data() ? buffer_.data() + used_ : nullptr;
   used_ += rounded;
   peak_ = std::max(peak_, used_);

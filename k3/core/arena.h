@@ -19,7 +19,7 @@ class Arena {
 
   explicit Arena(size_t capacity, Device device = Device::cpu) : buffer_(capacity, device), capacity_(capacity) {}
 
-  Tensor lend(DType dtype, Shape shape);         // uninitialised; NaN with poison on
+  Tensor lend(DType dtype, Shape shape);  // uninitialised; NaN with poison on
   Tensor lend_zeroed(DType dtype, Shape shape);
 
   size_t mark() const { return used_; }

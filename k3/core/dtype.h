@@ -11,25 +11,36 @@ enum class DType : uint8_t { f32, bf16, f16, i32, i64, u8, f64 };
 constexpr size_t bytes_of(DType t) {
   switch (t) {
     case DType::f64:
-    case DType::i64: return 8;
+    case DType::i64:
+      return 8;
     case DType::f32:
-    case DType::i32: return 4;
+    case DType::i32:
+      return 4;
     case DType::bf16:
-    case DType::f16: return 2;
-    case DType::u8: return 1;
+    case DType::f16:
+      return 2;
+    case DType::u8:
+      return 1;
   }
   return 0;
 }
 
 constexpr const char* name_of(DType t) {
   switch (t) {
-    case DType::f64: return "F64";
-    case DType::i64: return "I64";
-    case DType::f32: return "F32";
-    case DType::i32: return "I32";
-    case DType::bf16: return "BF16";
-    case DType::f16: return "F16";
-    case DType::u8: return "U8";
+    case DType::f64:
+      return "F64";
+    case DType::i64:
+      return "I64";
+    case DType::f32:
+      return "F32";
+    case DType::i32:
+      return "I32";
+    case DType::bf16:
+      return "BF16";
+    case DType::f16:
+      return "F16";
+    case DType::u8:
+      return "U8";
   }
   return "?";
 }
@@ -50,11 +61,29 @@ constexpr bf16 to_bf16(float x) {
 
 template <class T>
 struct dtype_of;
-template <> struct dtype_of<float> { static constexpr DType value = DType::f32; };
-template <> struct dtype_of<double> { static constexpr DType value = DType::f64; };
-template <> struct dtype_of<bf16> { static constexpr DType value = DType::bf16; };
-template <> struct dtype_of<int32_t> { static constexpr DType value = DType::i32; };
-template <> struct dtype_of<int64_t> { static constexpr DType value = DType::i64; };
-template <> struct dtype_of<uint8_t> { static constexpr DType value = DType::u8; };
+template <>
+struct dtype_of<float> {
+  static constexpr DType value = DType::f32;
+};
+template <>
+struct dtype_of<double> {
+  static constexpr DType value = DType::f64;
+};
+template <>
+struct dtype_of<bf16> {
+  static constexpr DType value = DType::bf16;
+};
+template <>
+struct dtype_of<int32_t> {
+  static constexpr DType value = DType::i32;
+};
+template <>
+struct dtype_of<int64_t> {
+  static constexpr DType value = DType::i64;
+};
+template <>
+struct dtype_of<uint8_t> {
+  static constexpr DType value = DType::u8;
+};
 
 }  // namespace k3

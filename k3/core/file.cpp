@@ -16,7 +16,7 @@ namespace k3 {
 MappedFile::MappedFile(const std::string& path) {
   int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC);
   K3_CHECK(fd >= 0, "[file] cannot open {}: {}", path, std::strerror(errno));
-  struct stat st{};
+  struct stat st {};
   if (fstat(fd, &st) != 0 || !S_ISREG(st.st_mode)) {
     close(fd);
     fail("[file] {} is not a regular file", path);

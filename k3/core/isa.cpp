@@ -31,9 +31,12 @@ void force_isa(Isa level) {
 
 const char* name_of(Isa level) {
   switch (level) {
-    case Isa::avx512: return "avx512";
-    case Isa::avx2: return "avx2";
-    default: return "plain";
+    case Isa::avx512:
+      return "avx512";
+    case Isa::avx2:
+      return "avx2";
+    default:
+      return "plain";
   }
 }
 

@@ -12,26 +12,35 @@ namespace k3::cpu {
 
 enum class Isa { plain, avx2, avx512 };
 
-Isa best_isa();            // what this processor has
-Isa isa();                 // what is in force
-void force_isa(Isa level); // throws Error when the processor lacks it
+Isa best_isa();             // what this processor has
+Isa isa();                  // what is in force
+void force_isa(Isa level);  // throws Error when the processor lacks it
 const char* name_of(Isa level);
 
 }  // namespace k3::cpu
 
-#define K3_KERNEL_TABLE(Type, name)                              \
-  namespace plain { extern const Type name; }                    \
-  namespace avx2 { extern const Type name; }                     \
-  namespace avx512 { extern const Type name; }                   \
-  inline const Type& name() {                                    \
-    switch (isa()) {                                             \
-      case Isa::avx512: return avx512::name;                     \
-      case Isa::avx2: return avx2::name;                         \
-      default: return plain::name;                               \
-    }                                                            \
+#define K3_KERNEL_TABLE(Type, name) \
+  namespace plain {                 \
+  extern const Type name;           \
+  }                                 \
+  namespace avx2 {                  \
+  extern const Type name;           \
+  }                                 \
+  namespace avx512 {                \
+  extern const Type name;           \
+  }                                 \
+  inline const Type& name() {       \
+    switch (isa()) {                \
+      case Isa::avx512:             \
+        return avx512::name;        \
+      case Isa::avx2:               \
+        return avx2::name;          \
+      default:                      \
+        return plain::name;         \
+    }                               \
   }
 
-#define K3_KERNELS(Type, name, ...)      \
-  namespace k3::cpu::K3_ISA {            \
+#define K3_KERNELS(Type, name, ...)       \
+  namespace k3::cpu::K3_ISA {             \
   extern const Type name = {__VA_ARGS__}; \
   }

@@ -63,7 +63,7 @@ K3_INLINE vec exp(vec x) {
   p = fma(p, r, splat(1.6666665459e-1f));
   p = fma(p, r, splat(5.0000001201e-1f));
   vec y = fma(p, r * r, r) + splat(1.0f);
-  ivec e = ivec(t) - isplat(0x4B400000);                          // the integer itself
+  ivec e = ivec(t) - isplat(0x4B400000);  // the integer itself
   y = vec(ivec(y) + (e << 23));
   y = select(x < splat(-87.33654f), zero(), y);
   y = select(x > splat(88.72283f), splat(__builtin_inff()), y);
@@ -85,7 +85,7 @@ K3_INLINE vec tanh(vec x) {
 }
 // ln x for positive normal x.
 K3_INLINE vec log(vec x) {
-  ivec u = ivec(x) - isplat(0x3f3504f3);                           // sqrt(1/2): the mantissa lands in [sqrt(1/2), sqrt(2))
+  ivec u = ivec(x) - isplat(0x3f3504f3);  // sqrt(1/2): the mantissa lands in [sqrt(1/2), sqrt(2))
   ivec e = u >> 23;
   vec m = vec((u & isplat(0x007fffff)) + isplat(0x3f3504f3)) - splat(1.0f);
   vec k = __builtin_convertvector(e, vec);

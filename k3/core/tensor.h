@@ -40,8 +40,7 @@ std::string to_string(const Shape& s);  // "4096 x 2048"
 class Tensor {
  public:
   Tensor() = default;
-  Tensor(void* data, DType dtype, Shape shape, Device device = Device::cpu)
-      : data_(data), shape_(shape), dtype_(dtype), device_(device) {}
+  Tensor(void* data, DType dtype, Shape shape, Device device = Device::cpu) : data_(data), shape_(shape), dtype_(dtype), device_(device) {}
 
   const Shape& shape() const { return shape_; }
   int64_t dim(int i) const { return shape_[i]; }

@@ -80,9 +80,7 @@ void parallel_for_raw(int64_t n, void (*call)(void*, int64_t), void* body) {
   for (int64_t i = 0; i < n; ++i) {
     try {
       call(body, i);
-    } catch (...) {
-      error.keep();
-    }
+    } catch (...) { error.keep(); }
   }
   error.rethrow();
 }

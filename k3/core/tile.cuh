@@ -61,19 +61,30 @@ __device__ __forceinline__ float warp_max(float x) {
   for (int s = 16; s > 0; s >>= 1) x = fmaxf(x, __shfl_xor_sync(~0u, x, s));
   return x;
 }
-// 32 sums over the warp at once: lane l returns the sum of x[l]. 31 shuffles instead of 160.
-__device__ __forceinline__ float warp_sums(float (&x)[32]) {
-  int lane = threadIdx.x & 31;
+// N sums over the warp at once (N a power of two, at most 32): lane l returns the sum of x[l % N]. N shuffles, not 5 N.
+template <int N>
+__device__ __forceinline__ float warp_sums(const float (&x)[N]) {
+  if constexpr (N == 1) {
+    return x[0];
+  } else {
+    constexpr int S = N / 2;
+    const bool upper = threadIdx.x & S;
+    float y[S];
 #pragma unroll
-  for (int s = 16; s > 0; s >>= 1) {
-    bool upper = lane & s;
-#pragma unroll
-    for (int i = 0; i < s; ++i) {
-      float keep = upper ? x[i + s] : x[i], send = upper ? x[i] : x[i + s];
-      x[i] = keep + __shfl_xor_sync(~0u, send, s);
+    for (int i = 0; i < S; ++i) {
+      float keep = upper ? x[i + S] : x[i], send = upper ? x[i] : x[i + S];
+      y[i] = keep + __shfl_xor_sync(~0u, send, S);
     }
+    return warp_sums(y);
   }
-  return x[0];
+}
+// The same where fewer than 32 sums are wanted and every lane is to hold a complete one.
+template <int N>
+__device__ __forceinline__ float warp_sums_complete(const float (&x)[N]) {
+  float y = warp_sums(x);
+#pragma unroll
+  for (int s = N; s < 32; s <<= 1) y += __shfl_xor_sync(~0u, y, s);
+  return y;
 }
 
 // ---- shared memory ---------------------------------------------------------------------------------------------------------------------------

@@ -45,8 +45,10 @@ Generated generate(Session& session, const Tokenizer& tokenizer, std::span<const
   }
   if (!stops.stopped() && wanted) {
     emit(stops.add(characters.finish()));
-    if (stops.stopped()) out.finish = "stop";
-    else emit(stops.finish());
+    if (stops.stopped())
+      out.finish = "stop";
+    else
+      emit(stops.finish());
   }
   out.decode_seconds = seconds_since(start);
   return out;

@@ -14,15 +14,15 @@ namespace k3 {
 struct GenerateOptions {
   SampleOptions sample;
   int64_t max_tokens = 256;
-  std::vector<std::string> stop;    // stop strings; searched in the generated text only
-  std::vector<int32_t> stop_ids;    // end tokens: never part of the text
+  std::vector<std::string> stop;  // stop strings; searched in the generated text only
+  std::vector<int32_t> stop_ids;  // end tokens: never part of the text
   bool show_specials = false;
 };
 
 struct Generated {
   std::string text;
-  std::vector<int32_t> ids;         // without the end token
-  std::string finish;               // "stop" or "length"
+  std::vector<int32_t> ids;  // without the end token
+  std::string finish;        // "stop" or "length"
   double prefill_seconds = 0, decode_seconds = 0;
   int64_t prompt_tokens = 0;
 };

@@ -20,9 +20,12 @@ using Recorded = std::map<std::string, std::vector<float>>;
 std::vector<float> floats(const Tensor& t) {
   if (t.dtype() == DType::f32) return {t.f32(), t.f32() + t.size()};
   std::vector<float> v(static_cast<size_t>(t.size()));
-  if (t.dtype() == DType::i32) std::copy_n(t.i32(), t.size(), v.begin());
-  else if (t.dtype() == DType::i64) std::transform(t.as<int64_t>(), t.as<int64_t>() + t.size(), v.begin(), [](int64_t x) { return float(x); });
-  else fail("[verify] a recorded tensor is {}, but F32, I32 and I64 are understood", name_of(t.dtype()));
+  if (t.dtype() == DType::i32)
+    std::copy_n(t.i32(), t.size(), v.begin());
+  else if (t.dtype() == DType::i64)
+    std::transform(t.as<int64_t>(), t.as<int64_t>() + t.size(), v.begin(), [](int64_t x) { return float(x); });
+  else
+    fail("[verify] a recorded tensor is {}, but F32, I32 and I64 are understood", name_of(t.dtype()));
   return v;
 }
 
@@ -143,7 +146,8 @@ ParityReport compare_forward(Model& model, const Snapshot& recording, const Pari
         model.ffn(l).force_routes(&routes[size_t(l)]);
       }
   double loss = 0;
-  Recorded got = run_forward(model, in, [&](const std::string& n) { return recording.find(n) != nullptr; }, &loss);
+  Recorded got = run_forward(
+      model, in, [&](const std::string& n) { return recording.find(n) != nullptr; }, &loss);
   for (int64_t l = 0; l < model.config().num_hidden_layers; ++l) model.ffn(l).force_routes(nullptr);
   got["loss"] = {float(loss)};
   for (const StoredTensor& t : recording.tensors()) {
@@ -192,15 +196,16 @@ ParityReport compare_gradients(Model& model, const Snapshot& recording, const Sn
     report.rows.push_back(compare("d " + p.name, got, want, o.gradient_rtol));
     report.good = report.good && report.rows.back().good();
   }
-  K3_CHECK(found == gradients.tensors().size(), "[verify] {} of the {} recorded gradients belong to no parameter of this model", gradients.tensors().size() - found,
-           gradients.tensors().size());
+  K3_CHECK(found == gradients.tensors().size(), "[verify] {} of the {} recorded gradients belong to no parameter of this model",
+           gradients.tensors().size() - found, gradients.tensors().size());
   return report;
 }
 
 void record(Model& model, const Tensor& input_ids, const std::string& path) {
   Input in = input_of(input_ids);
   double loss = 0;
-  Recorded got = run_forward(model, in, [](const std::string& n) { return !n.starts_with("log_decay") && !n.starts_with("output_gate"); }, &loss);
+  Recorded got = run_forward(
+      model, in, [](const std::string& n) { return !n.starts_with("log_decay") && !n.starts_with("output_gate"); }, &loss);
   got["loss"] = {float(loss)};
   std::vector<NamedTensor> tensors = {{"input_ids", in.tensor().reshape({in.rows, in.length})}};
   std::vector<std::vector<int32_t>> whole;

@@ -13,9 +13,9 @@ namespace k3 {
 
 struct ParityRow {
   std::string name;
-  double relative = 0;         // |got - want| / |want|, L2
-  double worst = 0;            // largest |got - want|
-  int64_t at = -1;             // where
+  double relative = 0;  // |got - want| / |want|, L2
+  double worst = 0;     // largest |got - want|
+  int64_t at = -1;      // where
   double limit = 0;
   std::string note;
   bool good() const { return relative <= limit; }

@@ -14,7 +14,10 @@ namespace k3 {
 static size_t address_space() { return size_t(sysconf(_SC_PHYS_PAGES)) * size_t(sysconf(_SC_PAGE_SIZE)); }
 
 Session::Session(Model& model, const SessionOptions& options)
-    : model_(model), options_(options), arena_(address_space()), state_(model.new_state(1, Device::cpu, options.deterministic)),
+    : model_(model),
+      options_(options),
+      arena_(address_space()),
+      state_(model.new_state(1, Device::cpu, options.deterministic)),
       logits_(size_t(model.config().vocab_size) * sizeof(float)) {
   K3_CHECK(options.prefill_chunk >= 1, "[session] prefill_chunk is {} but must be at least 1", options.prefill_chunk);
 }

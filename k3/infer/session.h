@@ -15,8 +15,8 @@
 namespace k3 {
 
 struct SessionOptions {
-  int64_t prefill_chunk = 256;   // tokens read at once: bounds the memory of a long prompt
-  bool deterministic = true;     // false: absorbed MLA decode, less memory a token; equal to rounding
+  int64_t prefill_chunk = 256;  // tokens read at once: bounds the memory of a long prompt
+  bool deterministic = true;    // false: absorbed MLA decode, less memory a token; equal to rounding
 };
 
 class Session {
@@ -25,10 +25,10 @@ class Session {
 
   // Reads tokens. `progress` is told after each piece how many of them are read.
   void read(std::span<const int32_t> ids, const std::function<void(int64_t done)>& progress = nullptr);
-  bool drop(int64_t n) { return state_.drop(0, n); }     // unread the last n tokens; false when that is too far back
+  bool drop(int64_t n) { return state_.drop(0, n); }  // unread the last n tokens; false when that is too far back
   void reset() { state_.reset(0), has_logits_ = false; }
 
-  const float* logits() const;                           // after the last token read
+  const float* logits() const;  // after the last token read
   int64_t vocabulary() const { return model_.config().vocab_size; }
   int64_t tokens() const { return state_.tokens(0); }
   ModelState& state() { return state_; }

@@ -21,7 +21,7 @@ std::vector<std::string> spellings(const Config& c, const std::string& name) {
     size_t at = name.find(from);
     if (at != std::string::npos) all.push_back(c.prefix() + name.substr(0, at) + to + name.substr(at + from.size()));
   };
-  replaced(".mlp.", ".block_sparse_moe.");  // the dense layer as re-saved by the native implementation
+  replaced(".mlp.", ".block_sparse_moe.");                                             // the dense layer as re-saved by the native implementation
   for (const char* residual : {"self_attention_res", "mlp_res", "output_attn_res"}) {  // first releases
     replaced(std::string(residual) + "_norm.weight", std::string(residual) + ".norm_weight");
     replaced(std::string(residual) + "_proj.weight", std::string(residual) + ".proj_weight");
@@ -53,17 +53,28 @@ void widen(const Tensor& from, float* to, F convert) {
 
 float half_to_float(uint16_t h) {
   int exponent = (h >> 10) & 31, mantissa = h & 1023;
-  float magnitude = exponent == 31 ? (mantissa ? NAN : INFINITY) : exponent ? std::ldexp(1024.0f + float(mantissa), exponent - 25) : std::ldexp(float(mantissa), -24);
+  float magnitude = exponent == 31 ? (mantissa ? NAN : INFINITY)
+                    : exponent     ? std::ldexp(1024.0f + float(mantissa), exponent - 25)
+                                   : std::ldexp(float(mantissa), -24);
   return h & 0x8000 ? -magnitude : magnitude;
 }
 
 void to_float32(const Tensor& from, float* to, const std::string& name) {
   switch (from.dtype()) {
-    case DType::f32: std::memcpy(to, from.data(), from.bytes()); break;
-    case DType::bf16: widen<bf16>(from, to, [](bf16 x) { return to_float(x); }); break;
-    case DType::f16: widen<uint16_t>(from, to, half_to_float); break;
-    case DType::f64: widen<double>(from, to, [](double x) { return float(x); }); break;
-    default: fail("[checkpoint] tensor {} has dtype {}, which is no weight", name, name_of(from.dtype()));
+    case DType::f32:
+      std::memcpy(to, from.data(), from.bytes());
+      break;
+    case DType::bf16:
+      widen<bf16>(from, to, [](bf16 x) { return to_float(x); });
+      break;
+    case DType::f16:
+      widen<uint16_t>(from, to, half_to_float);
+      break;
+    case DType::f64:
+      widen<double>(from, to, [](double x) { return float(x); });
+      break;
+    default:
+      fail("[checkpoint] tensor {} has dtype {}, which is no weight", name, name_of(from.dtype()));
   }
 }
 
@@ -131,8 +142,8 @@ void load(Model& model, const Snapshot& snapshot, const LoadOptions& options) {
       const StoredTensor *packed = use(base + ".weight_packed"), *scale = use(base + ".weight_scale");
       if (packed && scale) {
         K3_CHECK(p.shape.rank == 2 && packed->dtype == DType::u8 && packed->shape == Shape({p.shape[0], p.shape[1] / 2}) && p.shape[1] % 32 == 0,
-                 "[checkpoint] {} is {} {} but {} needs U8 {} x {}", packed->name, name_of(packed->dtype), to_string(packed->shape), to_string(p.shape),
-                 p.shape[0], p.shape[1] / 2);
+                 "[checkpoint] {} is {} {} but {} needs U8 {} x {}", packed->name, name_of(packed->dtype), to_string(packed->shape),
+                 to_string(p.shape), p.shape[0], p.shape[1] / 2);
         K3_CHECK(scale->dtype == DType::u8 && scale->shape == Shape({p.shape[0], p.shape[1] / 32}), "[checkpoint] {} is {} {} but must be U8 {} x {}",
                  scale->name, name_of(scale->dtype), to_string(scale->shape), p.shape[0], p.shape[1] / 32);
         expand_mxfp4(snapshot.view(*packed), snapshot.view(*scale), float_memory(), base);
@@ -162,8 +173,10 @@ void load(Model& model, const Snapshot& snapshot, const LoadOptions& options) {
     bool map = !options.for_training && p.role.kind != Role::Kind::vector && p.role.kind != Role::Kind::fixed &&
                (t->dtype == DType::f32 || t->dtype == DType::bf16);
     bool aligned = reinterpret_cast<uintptr_t>(stored.data()) % 4 == 0;
-    if (map && aligned) p.value = stored.reshape(p.shape);
-    else to_float32(stored, float_memory(), t->name);
+    if (map && aligned)
+      p.value = stored.reshape(p.shape);
+    else
+      to_float32(stored, float_memory(), t->name);
   }
   auto list = [](const std::vector<std::string>& names) {
     std::string text;

@@ -44,19 +44,26 @@ void each_key(C& c, F f) {
 struct Alias {
   const char *from, *to;
 };
-constexpr Alias kAliases[] = {
-    {"norm_topk_prob", "moe_renormalize"}, {"n_group", "num_expert_group"}, {"n_routed_experts", "num_experts"},
-    {"num_local_experts", "num_experts"}, {"num_experts_per_tok", "num_experts_per_token"}, {"n_shared_experts", "num_shared_experts"},
-    {"model_max_length", "max_position_embeddings"}, {"torch_dtype", "dtype"}};
+constexpr Alias kAliases[] = {{"norm_topk_prob", "moe_renormalize"},
+                              {"n_group", "num_expert_group"},
+                              {"n_routed_experts", "num_experts"},
+                              {"num_local_experts", "num_experts"},
+                              {"num_experts_per_tok", "num_experts_per_token"},
+                              {"n_shared_experts", "num_shared_experts"},
+                              {"model_max_length", "max_position_embeddings"},
+                              {"torch_dtype", "dtype"}};
 
 // Keys of published files that say nothing about the computation. (layer_types and its kin are read in parse().)
+// clang-format off
 const std::vector<std::string> kWithoutEffect = {
-    "architectures", "auto_map", "transformers_version", "use_cache", "model_type", "head_dim", "rope_theta", "rope_scaling", "rope_parameters",
-    "ignore_index", "image_placeholder", "media_placeholder_token_id", "vision_config", "text_config", "quantization_config", "compression_config",
-    "layer_types", "mlp_layer_types", "linear_head_dim", "linear_num_heads", "linear_conv_kernel_dim", "qk_head_dim", "linear_attn_config",
-    "attention_bias", "attention_dropout", "hidden_dropout", "output_attentions", "output_hidden_states", "return_dict", "pretraining_tp",
-    "unk_token_id", "name_or_path", "_name_or_path", "chunk_size_feed_forward", "is_encoder_decoder", "id2label", "label2id", "problem_type",
-    "ep_size", "aux_loss_alpha", "seq_aux", "scoring_func", "moe_layer_types", "use_unified_vision_chunk", "video_placeholder"};
+    "architectures", "auto_map", "transformers_version", "use_cache", "model_type", "head_dim", "rope_theta", "rope_scaling",
+    "rope_parameters", "ignore_index", "image_placeholder", "media_placeholder_token_id", "vision_config", "text_config",
+    "quantization_config", "compression_config", "layer_types", "mlp_layer_types", "linear_head_dim", "linear_num_heads",
+    "linear_conv_kernel_dim", "qk_head_dim", "linear_attn_config", "attention_bias", "attention_dropout", "hidden_dropout",
+    "output_attentions", "output_hidden_states", "return_dict", "pretraining_tp", "unk_token_id", "name_or_path", "_name_or_path",
+    "chunk_size_feed_forward", "is_encoder_decoder", "id2label", "label2id", "problem_type", "ep_size", "aux_loss_alpha", "seq_aux",
+    "scoring_func", "moe_layer_types", "use_unified_vision_chunk", "video_placeholder",};
+// clang-format on
 
 std::string canonical(const std::string& key) {
   for (const Alias& a : kAliases)
@@ -72,12 +79,17 @@ template <class T>
 void read(const std::string& key, const json& value, T& to) {
   try {
     if constexpr (std::is_same_v<T, std::optional<double>>) {
-      if (value.is_null()) to.reset();
-      else to = value.get<double>();
+      if (value.is_null())
+        to.reset();
+      else
+        to = value.get<double>();
     } else if constexpr (std::is_same_v<T, int64_t>) {
-      if (value.is_null()) to = 0;
-      else if (value.is_number_float()) fail("[config] {} must be a whole number, not {}", key, value.dump());
-      else to = value.get<int64_t>();
+      if (value.is_null())
+        to = 0;
+      else if (value.is_number_float())
+        fail("[config] {} must be a whole number, not {}", key, value.dump());
+      else
+        to = value.get<int64_t>();
     } else if constexpr (std::is_same_v<T, std::vector<int64_t>>) {
       to = value.is_array() ? value.get<T>() : value.is_null() ? T{} : T{value.get<int64_t>()};
     } else if constexpr (std::is_same_v<T, std::vector<std::string>>) {
@@ -85,9 +97,7 @@ void read(const std::string& key, const json& value, T& to) {
     } else {
       if (!value.is_null()) to = value.get<T>();
     }
-  } catch (const json::exception&) {
-    fail("[config] {} has a value of the wrong kind: {}", key, value.dump());
-  }
+  } catch (const json::exception&) { fail("[config] {} has a value of the wrong kind: {}", key, value.dump()); }
 }
 
 void assign(Config& c, const std::string& key, const json& value) {
@@ -154,9 +164,12 @@ Config Config::parse(const json& top) {
       int64_t number = 0;
       for (const auto& kind : object["layer_types"]) {
         ++number;
-        if (kind == "linear_attention" || kind == "kda_attention") c.kda_layers.push_back(number);
-        else if (kind == "full_attention") c.full_attn_layers.push_back(number);
-        else fail("[config] layer_types[{}] is {}, but 'linear_attention' and 'full_attention' are known", number - 1, kind.dump());
+        if (kind == "linear_attention" || kind == "kda_attention")
+          c.kda_layers.push_back(number);
+        else if (kind == "full_attention")
+          c.full_attn_layers.push_back(number);
+        else
+          fail("[config] layer_types[{}] is {}, but 'linear_attention' and 'full_attention' are known", number - 1, kind.dump());
       }
     }
   };
@@ -242,18 +255,23 @@ void Config::finish() {
     mark("kda_layers", kda_layers, "kda");
     mark("full_attn_layers", full_attn_layers, "mla");
     for (size_t l = 0; l < mixer_of_layer.size(); ++l)
-      K3_CHECK(!mixer_of_layer[l].empty(), "[config] layer {} (counted from 1) is in no list: add it to linear_attn_config.kda_layers or full_attn_layers",
-               l + 1);
+      K3_CHECK(!mixer_of_layer[l].empty(),
+               "[config] layer {} (counted from 1) is in no list: add it to linear_attn_config.kda_layers or full_attn_layers", l + 1);
   }
   bool published = true;
   kda_layers.clear(), full_attn_layers.clear();
   for (size_t l = 0; l < mixer_of_layer.size(); ++l) {
-    if (mixer_of_layer[l] == "kda") kda_layers.push_back(int64_t(l) + 1);
-    else if (mixer_of_layer[l] == "mla") full_attn_layers.push_back(int64_t(l) + 1);
-    else published = false;
+    if (mixer_of_layer[l] == "kda")
+      kda_layers.push_back(int64_t(l) + 1);
+    else if (mixer_of_layer[l] == "mla")
+      full_attn_layers.push_back(int64_t(l) + 1);
+    else
+      published = false;
   }
-  if (published) mixers.clear(), final_mixer.clear();  // the two lists say it all
-  else kda_layers.clear(), full_attn_layers.clear(), mixers = mixer_of_layer, final_mixer.clear();
+  if (published)
+    mixers.clear(), final_mixer.clear();  // the two lists say it all
+  else
+    kda_layers.clear(), full_attn_layers.clear(), mixers = mixer_of_layer, final_mixer.clear();
 
   if (std::find(mixer_of_layer.begin(), mixer_of_layer.end(), "mla") != mixer_of_layer.end()) {
     positive("kv_lora_rank", kv_lora_rank), positive("qk_nope_head_dim", qk_nope_head_dim), positive("v_head_dim", v_head_dim);
@@ -287,12 +305,15 @@ json Config::to_json() const {
     if (absent_when({"activation_limit"}, hidden_act != "clipped")) return;
     if (absent_when({"activation_situ_beta", "activation_situ_linear_beta"}, hidden_act != "situ")) return;
     if (absent_when({"routed_expert_hidden_size", "latent_moe_use_norm"}, routed_expert_hidden_size == 0)) return;
-    if (absent_when({"mla_use_output_gate"}, !mla_use_output_gate) || absent_when({"linear_attn_config.use_full_rank_gate"}, !use_full_rank_gate)) return;
+    if (absent_when({"mla_use_output_gate"}, !mla_use_output_gate) || absent_when({"linear_attn_config.use_full_rank_gate"}, !use_full_rank_gate))
+      return;
     if (key == "q_lora_rank" && q_lora_rank == 0) value = nullptr;
     if (key == "num_experts" && num_experts == 0) value = nullptr;
     if (key == "eos_token_id" && eos_token_id.size() == 1) value = eos_token_id[0];
-    if (key.starts_with("linear_attn_config.")) text["linear_attn_config"][key.substr(19)] = value;
-    else text[key] = value;
+    if (key.starts_with("linear_attn_config."))
+      text["linear_attn_config"][key.substr(19)] = value;
+    else
+      text[key] = value;
   });
   text["model_type"] = "kimi_linear";
   text["architectures"] = {"KimiLinearForCausalLM"};

@@ -20,20 +20,20 @@ struct Config {
   std::string model_type = "kimi_k3";
 
   int64_t vocab_size = 163840, hidden_size = 4096, intermediate_size = 11008, num_hidden_layers = 32;
-  int64_t num_attention_heads = 32, num_key_value_heads = 0;  // 0: as many as heads
-  std::string hidden_act = "silu";                            // silu (SwiGLU), situ, clipped
+  int64_t num_attention_heads = 32, num_key_value_heads = 0;             // 0: as many as heads
+  std::string hidden_act = "silu";                                       // silu (SwiGLU), situ, clipped
   double activation_situ_beta = 1.0, activation_situ_linear_beta = 0.0;  // 0: the up branch is used unchanged
-  double activation_limit = 7.0;                              // clipped only
+  double activation_limit = 7.0;                                         // clipped only
   double rms_norm_eps = 1e-6;
-  int64_t attn_res_block_size = 0;                            // 0: plain residuals
+  int64_t attn_res_block_size = 0;  // 0: plain residuals
   int64_t first_k_dense_replace = 0, moe_layer_freq = 1;
   int64_t num_experts = 0, num_experts_per_token = 0, num_shared_experts = 0, moe_intermediate_size = 0;
-  int64_t routed_expert_hidden_size = 0;                      // 0: experts work at hidden_size
+  int64_t routed_expert_hidden_size = 0;  // 0: experts work at hidden_size
   bool latent_moe_use_norm = false, moe_renormalize = true, use_grouped_topk = true;
   std::string moe_router_activation_func = "sigmoid", topk_method = "noaux_tc";
   double routed_scaling_factor = 1.0;
   int64_t num_expert_group = 1, topk_group = 1;
-  int64_t q_lora_rank = 0;                                    // 0: one q_proj
+  int64_t q_lora_rank = 0;  // 0: one q_proj
   int64_t kv_lora_rank = 512, qk_nope_head_dim = 128, qk_rope_head_dim = 64, v_head_dim = 128;
   bool mla_use_nope = true, mla_use_output_gate = false, tie_word_embeddings = false;
   int64_t max_position_embeddings = 1048576, num_nextn_predict_layers = 0;
@@ -43,9 +43,9 @@ struct Config {
   std::string dtype = "float32";
   // linear_attn_config
   int64_t kda_num_heads = 0, kda_head_dim = 128, short_conv_kernel_size = 4;
-  std::vector<int64_t> kda_layers, full_attn_layers;          // counted from 1
-  std::optional<double> gate_lower_bound;                     // absent: softplus gate
-  bool use_full_rank_gate = false;                            // else low rank: g_a_proj, g_b_proj
+  std::vector<int64_t> kda_layers, full_attn_layers;  // counted from 1
+  std::optional<double> gate_lower_bound;             // absent: softplus gate
+  bool use_full_rank_gate = false;                    // else low rank: g_a_proj, g_b_proj
 
   // Ours. A pattern tiled over the layers in place of the two lists: kda, mla, ... ; the last layer is final_mixer.
   std::vector<std::string> mixers;
@@ -62,13 +62,13 @@ struct Config {
 
   std::string quantization;  // "" or "mxfp4-pack-quantized"
 
-  static Config parse(const nlohmann::json& json);        // not finished: --set may follow
-  static Config load(const std::string& path);            // a config.json or a folder that holds one
-  void set(const std::string& assignment);                // "key=value"
+  static Config parse(const nlohmann::json& json);  // not finished: --set may follow
+  static Config load(const std::string& path);      // a config.json or a folder that holds one
+  void set(const std::string& assignment);          // "key=value"
   static bool is_key(const std::string& key);
   static std::vector<std::string> keys();
   void finish();
-  nlohmann::json to_json() const;                         // the published layout
+  nlohmann::json to_json() const;  // the published layout
 };
 
 }  // namespace k3

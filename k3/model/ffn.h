@@ -11,9 +11,9 @@ namespace k3 {
 
 // What a router's forward leaves for the trainer, while Context::observe is on.
 struct RouterWatch {
-  Param* bias = nullptr;           // e_score_correction_bias
-  std::vector<int64_t> load;       // (E) tokens that chose each expert since the trainer last looked
-  MarginHistogram histogram;       // filled when it has bins
+  Param* bias = nullptr;      // e_score_correction_bias
+  std::vector<int64_t> load;  // (E) tokens that chose each expert since the trainer last looked
+  MarginHistogram histogram;  // filled when it has bins
   int64_t top_k = 0;
 };
 
@@ -22,7 +22,7 @@ class Ffn {
   virtual ~Ffn() = default;
   virtual Var forward(Var x, const Batch& batch) = 0;  // (N, hidden_size) to (N, hidden_size)
   virtual RouterWatch* router() { return nullptr; }
-  virtual void force_routes(const Tensor*) {}          // (N, k) i32 in place of the router's choice; null: its own again
+  virtual void force_routes(const Tensor*) {}  // (N, k) i32 in place of the router's choice; null: its own again
 };
 
 }  // namespace k3

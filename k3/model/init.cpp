@@ -31,8 +31,10 @@ void initialize(Model& model, uint64_t seed) {
       double bound = 1 / std::sqrt(double(p.shape[p.shape.rank - 1]));
       fill([&](uint64_t i) { return (2 * rng.uniform(i) - 1) * bound; });
     } else if (name.ends_with("A_log")) {
-      if (c.gate_lower_bound) fill([](uint64_t) { return 0.0; });
-      else fill([&](uint64_t i) { return std::log(1 + 15 * rng.uniform(i)); });
+      if (c.gate_lower_bound)
+        fill([](uint64_t) { return 0.0; });
+      else
+        fill([&](uint64_t i) { return std::log(1 + 15 * rng.uniform(i)); });
     } else if (name.ends_with("dt_bias")) {
       fill([&](uint64_t i) {
         double dt = std::max(1e-4, std::exp(std::log(1e-3) + rng.uniform(i) * (std::log(1e-1) - std::log(1e-3))));

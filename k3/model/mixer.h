@@ -17,13 +17,13 @@ namespace k3 {
 class State {
  public:
   virtual ~State() = default;
-  virtual int64_t tokens(int64_t slot) const = 0;        // read so far
+  virtual int64_t tokens(int64_t slot) const = 0;  // read so far
   virtual void reset(int64_t slot) = 0;
-  virtual void copy(int64_t to, int64_t from) = 0;       // fork
-  virtual bool drop(int64_t slot, int64_t n) = 0;        // unread the last n tokens; false (and nothing done) when they can't be
+  virtual void copy(int64_t to, int64_t from) = 0;  // fork
+  virtual bool drop(int64_t slot, int64_t n) = 0;   // unread the last n tokens; false (and nothing done) when they can't be
   virtual void save(int64_t slot, Blob& to) const = 0;
-  virtual void load(int64_t slot, Blob& from) = 0;       // refuses another kind or shape by name
-  virtual int64_t bytes_per_slot() const = 0;            // whatever the length
+  virtual void load(int64_t slot, Blob& from) = 0;  // refuses another kind or shape by name
+  virtual int64_t bytes_per_slot() const = 0;       // whatever the length
   virtual int64_t bytes_per_token() const = 0;
   virtual void dense(int64_t, std::vector<float>&) const {}  // the delta rule's S (H, K, V), for parity tools
 };

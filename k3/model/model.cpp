@@ -87,7 +87,8 @@ void ModelState::load(int64_t slot, Blob& from) {
     for (auto& s : layers_) s->load(slot, from);
     int64_t read = tokens(slot);
     for (auto& s : layers_)
-      K3_CHECK(s->tokens(slot) == read, "[state] the layers have read different numbers of tokens ({} and {}); the bytes are damaged", s->tokens(slot), read);
+      K3_CHECK(s->tokens(slot) == read, "[state] the layers have read different numbers of tokens ({} and {}); the bytes are damaged",
+               s->tokens(slot), read);
     K3_CHECK(from.at_end(), "[state] there are bytes left over");
   } catch (...) {
     reset(slot);

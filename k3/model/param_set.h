@@ -22,10 +22,10 @@ class ParamSet {
   const std::deque<Param>& all() const { return params_; }
   int64_t count() const;  // scalars
 
-  void allocate(Device device);           // float32 values, zeroed (null device: shapes only)
-  void allocate_grads();                  // float32, zeroed, for every parameter that learns
+  void allocate(Device device);  // float32 values, zeroed (null device: shapes only)
+  void allocate_grads();         // float32, zeroed, for every parameter that learns
   void zero_grads();
-  Tensor own(DType dtype, Shape shape);   // memory that lives as long as the set
+  Tensor own(DType dtype, Shape shape);  // memory that lives as long as the set
 
  private:
   std::deque<Param> params_;

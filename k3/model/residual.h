@@ -17,7 +17,7 @@ class Residual {
  public:
   virtual ~Residual() = default;
   virtual void begin(Var embedding) = 0;
-  virtual std::vector<Var> sources(int64_t sublayer) const = 0;                                  // what read() and combine() need
+  virtual std::vector<Var> sources(int64_t sublayer) const = 0;  // what read() and combine() need
   virtual Var read(int64_t sublayer, const std::vector<Var>& sources) = 0;
   virtual Var combine(int64_t sublayer, const std::vector<Var>& sources, Var output) const = 0;  // the new running sum
   virtual void advance(int64_t sublayer, Var sum) = 0;

@@ -38,8 +38,10 @@ class HeaderReader : public nlohmann::json_sax<json> {
     return true;
   }
   bool key(string_t& k) override {
-    if (depth_ == 1) name_ = k, in_metadata_ = k == "__metadata__";
-    else field_ = k;
+    if (depth_ == 1)
+      name_ = k, in_metadata_ = k == "__metadata__";
+    else
+      field_ = k;
     return true;
   }
   bool string(string_t& s) override {
@@ -187,7 +189,8 @@ Snapshot::Snapshot(const std::string& folder) : folder_(folder) {
     index_names();
     for (const auto& entry : fs::directory_iterator(folder)) {
       std::string name = entry.path().filename();
-      K3_CHECK(!name.ends_with(".safetensors") || !name.starts_with("model") || std::find(reader.shards.begin(), reader.shards.end(), name) != reader.shards.end(),
+      K3_CHECK(!name.ends_with(".safetensors") || !name.starts_with("model") ||
+                   std::find(reader.shards.begin(), reader.shards.end(), name) != reader.shards.end(),
                "[safetensors] {} is in the folder but not in {}; remove it or restore the index", name, index);
     }
     size_t in_index = 0;
@@ -211,8 +214,8 @@ void Snapshot::open_shard(const std::string& path) {
   uint64_t header = 0;
   K3_CHECK(s.file.size() >= 8, "[safetensors] {} has {} bytes; it is cut or empty, download it again", path, s.file.size());
   std::memcpy(&header, s.file.data(), 8);
-  K3_CHECK(header <= s.file.size() - 8, "[safetensors] {} must have a header of {} bytes but the file has only {}; it is cut, download it again", path,
-           header, s.file.size());
+  K3_CHECK(header <= s.file.size() - 8, "[safetensors] {} must have a header of {} bytes but the file has only {}; it is cut, download it again",
+           path, header, s.file.size());
   s.data = 8 + header;
   size_t first = tensors_.size();
   HeaderReader reader(s.path, number, tensors_);
@@ -235,7 +238,8 @@ void Snapshot::check_layout(uint32_t shard, size_t first) const {
   const Shard& s = shards_[shard];
   uint64_t at = 0;
   for (const StoredTensor* t : order) {
-    K3_CHECK(t->offset == at, "[safetensors] {}: tensor {} begins at byte {} of the data but {} was expected (overlap or hole)", s.path, t->name, t->offset, at);
+    K3_CHECK(t->offset == at, "[safetensors] {}: tensor {} begins at byte {} of the data but {} was expected (overlap or hole)", s.path, t->name,
+             t->offset, at);
     at += t->bytes;
   }
   K3_CHECK(s.data + at == s.file.size(), "[safetensors] {} must have {} bytes but has {}; {}", s.path, s.data + at, s.file.size(),

@@ -28,10 +28,10 @@ struct StoredTensor {
 
 class Snapshot {
  public:
-  explicit Snapshot(const std::string& folder);                    // also a single .safetensors file
+  explicit Snapshot(const std::string& folder);  // also a single .safetensors file
   const std::vector<StoredTensor>& tensors() const { return tensors_; }
   const StoredTensor* find(std::string_view name) const;
-  Tensor view(const StoredTensor& t) const;                        // the mapped bytes
+  Tensor view(const StoredTensor& t) const;  // the mapped bytes
   const std::string& file_of(const StoredTensor& t) const { return shards_[t.shard].path; }
   uint64_t bytes() const;
   const std::string& folder() const { return folder_; }

@@ -11,22 +11,22 @@ namespace k3 {
 // rows; kv_b_proj has one K and one V block a head).
 struct Role {
   enum class Kind : uint8_t {
-    matrix,     // Muon
-    vector,     // AdamW without decay: gains, A_log, dt_bias, residual queries
-    scalar_row, // AdamW with decay: embedding, lm_head, b_proj
-    fixed,      // no gradient, no optimizer: e_score_correction_bias
+    matrix,      // Muon
+    vector,      // AdamW without decay: gains, A_log, dt_bias, residual queries
+    scalar_row,  // AdamW with decay: embedding, lm_head, b_proj
+    fixed,       // no gradient, no optimizer: e_score_correction_bias
   };
   Kind kind = Kind::matrix;
   int64_t blocks = 1;
 };
 
 struct Param {
-  std::string name;   // the checkpoint's
-  Tensor value;       // f32 in training; bf16 or packed types in inference
-  Tensor scale;       // u8 (out, in/32) beside a packed MXFP4 value u8 (out, in/2); empty otherwise
-  Tensor grad;        // f32, same shape; empty when not training
+  std::string name;  // the checkpoint's
+  Tensor value;      // f32 in training; bf16 or packed types in inference
+  Tensor scale;      // u8 (out, in/32) beside a packed MXFP4 value u8 (out, in/2); empty otherwise
+  Tensor grad;       // f32, same shape; empty when not training
   Role role;
-  Shape shape;        // (out, in) for a matrix, whatever the storage
+  Shape shape;  // (out, in) for a matrix, whatever the storage
 };
 
 }  // namespace k3

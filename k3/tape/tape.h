@@ -27,9 +27,10 @@ class Tape {
 // Records `f` if there is a tape. `y` is the operator's result: without a gradient on it there is nothing to do.
 template <class F>
 void on_backward(const Var& y, F f) {
-  if (Tape* t = y.context().tape) t->push([y, f = std::move(f)] {
-    if (y.has_grad()) f();
-  });
+  if (Tape* t = y.context().tape)
+    t->push([y, f = std::move(f)] {
+      if (y.has_grad()) f();
+    });
 }
 
 // Runs `f` with the context's tape replaced.

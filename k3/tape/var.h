@@ -20,9 +20,9 @@ struct Cost {
 struct Context {
   Device device = Device::cpu;
   Arena* arena = nullptr;
-  Tape* tape = nullptr;                                                // null: inference
-  std::function<void(std::string_view op, const Cost&)> on_cost;       // the planner
-  std::function<void(std::string_view name, const Tensor&)> on_record; // parity tools: "attn_out.3"
+  Tape* tape = nullptr;                                                 // null: inference
+  std::function<void(std::string_view op, const Cost&)> on_cost;        // the planner
+  std::function<void(std::string_view name, const Tensor&)> on_record;  // parity tools: "attn_out.3"
   bool deterministic = true;  // the same bits however the work is cut; false allows faster forms (absorbed MLA decode)
   bool observe = false;       // collect what the trainer wants to know: expert load, balance histogram, largest logits
   bool recomputing = false;   // inside checkpoint()'s second forward: statistics were already counted, records already given

@@ -10,7 +10,9 @@ namespace {
 class Glu : public Ffn {
  public:
   Glu(const Config& c, const Scope& s, int64_t width)
-      : activation_(activation_of(c)), gate_proj_(s.matrix("gate_proj", width, c.hidden_size)), up_proj_(s.matrix("up_proj", width, c.hidden_size)),
+      : activation_(activation_of(c)),
+        gate_proj_(s.matrix("gate_proj", width, c.hidden_size)),
+        up_proj_(s.matrix("up_proj", width, c.hidden_size)),
         down_proj_(s.matrix("down_proj", c.hidden_size, width)) {}
   Var forward(Var x, const Batch&) override { return linear(glu(linear(x, gate_proj_), linear(x, up_proj_), activation_), down_proj_); }
 

@@ -12,9 +12,12 @@ namespace {
 class LatentMoe : public Ffn {
  public:
   LatentMoe(const Config& c, const Scope& s, int64_t layer)
-      : layer_(layer), eps_(float(c.rms_norm_eps)), activation_(activation_of(c)),
-        options_{c.num_experts_per_token, c.moe_router_activation_func == "softmax", c.moe_renormalize, float(c.routed_scaling_factor),
-                 c.num_expert_group, c.topk_group},
+      : layer_(layer),
+        eps_(float(c.rms_norm_eps)),
+        activation_(activation_of(c)),
+        options_{c.num_experts_per_token, c.moe_router_activation_func == "softmax",
+                 c.moe_renormalize,       float(c.routed_scaling_factor),
+                 c.num_expert_group,      c.topk_group},
         gate_(s.matrix("gate", c.num_experts, c.hidden_size)),
         bias_(s.set.add(s.prefix + "gate.e_score_correction_bias", {c.num_experts}, {Role::Kind::fixed})) {
     bool latent = c.routed_expert_hidden_size > 0;

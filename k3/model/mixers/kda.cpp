@@ -17,7 +17,9 @@ struct DeltaLayerState : State {
   ConvState q, k, v;
   DeltaState memory;
   DeltaLayerState(const DeltaShape& s, int64_t slots, int64_t width, Device device)
-      : q(slots, s.heads * s.key_dim, width, device), k(slots, s.heads * s.key_dim, width, device), v(slots, s.heads * s.value_dim, width, device),
+      : q(slots, s.heads * s.key_dim, width, device),
+        k(slots, s.heads * s.key_dim, width, device),
+        v(slots, s.heads * s.value_dim, width, device),
         memory(s, slots, device) {}
   int64_t tokens(int64_t slot) const override { return memory.tokens(slot); }
   void reset(int64_t slot) override { q.reset(slot), k.reset(slot), v.reset(slot), memory.reset(slot); }
@@ -29,9 +31,7 @@ struct DeltaLayerState : State {
   }
   void save(int64_t slot, Blob& to) const override { q.save(slot, to), k.save(slot, to), v.save(slot, to), memory.save(slot, to); }
   void load(int64_t slot, Blob& from) override { q.load(slot, from), k.load(slot, from), v.load(slot, from), memory.load(slot, from); }
-  int64_t bytes_per_slot() const override {
-    return memory.bytes_per_slot() + int64_t(q.bytes_per_slot() + k.bytes_per_slot() + v.bytes_per_slot());
-  }
+  int64_t bytes_per_slot() const override { return memory.bytes_per_slot() + int64_t(q.bytes_per_slot() + k.bytes_per_slot() + v.bytes_per_slot()); }
   int64_t bytes_per_token() const override { return 0; }
   void dense(int64_t slot, std::vector<float>& out) const override { memory.dense(slot, out.data()); }
 };
@@ -39,17 +39,28 @@ struct DeltaLayerState : State {
 class Kda : public Mixer {
  public:
   Kda(const Config& c, const Scope& s, int64_t layer)
-      : layer_(layer), heads_(c.kda_num_heads), dim_(c.kda_head_dim), width_(c.short_conv_kernel_size), eps_(float(c.rms_norm_eps)),
-        lower_bound_(c.gate_lower_bound), full_rank_gate_(c.use_full_rank_gate), q_proj_(s.matrix("q_proj", heads_ * dim_, c.hidden_size, heads_)),
-        k_proj_(s.matrix("k_proj", heads_ * dim_, c.hidden_size, heads_)), v_proj_(s.matrix("v_proj", heads_ * dim_, c.hidden_size, heads_)),
-        q_conv_(s.vector("q_conv1d.weight", {heads_ * dim_, 1, width_})), k_conv_(s.vector("k_conv1d.weight", {heads_ * dim_, 1, width_})),
-        v_conv_(s.vector("v_conv1d.weight", {heads_ * dim_, 1, width_})), A_log_(s.vector("A_log", {heads_})),
-        dt_bias_(s.vector("dt_bias", {heads_ * dim_})), f_a_proj_(s.matrix("f_a_proj", dim_, c.hidden_size)),
+      : layer_(layer),
+        heads_(c.kda_num_heads),
+        dim_(c.kda_head_dim),
+        width_(c.short_conv_kernel_size),
+        eps_(float(c.rms_norm_eps)),
+        lower_bound_(c.gate_lower_bound),
+        full_rank_gate_(c.use_full_rank_gate),
+        q_proj_(s.matrix("q_proj", heads_ * dim_, c.hidden_size, heads_)),
+        k_proj_(s.matrix("k_proj", heads_ * dim_, c.hidden_size, heads_)),
+        v_proj_(s.matrix("v_proj", heads_ * dim_, c.hidden_size, heads_)),
+        q_conv_(s.vector("q_conv1d.weight", {heads_ * dim_, 1, width_})),
+        k_conv_(s.vector("k_conv1d.weight", {heads_ * dim_, 1, width_})),
+        v_conv_(s.vector("v_conv1d.weight", {heads_ * dim_, 1, width_})),
+        A_log_(s.vector("A_log", {heads_})),
+        dt_bias_(s.vector("dt_bias", {heads_ * dim_})),
+        f_a_proj_(s.matrix("f_a_proj", dim_, c.hidden_size)),
         f_b_proj_(s.matrix("f_b_proj", heads_ * dim_, dim_)),
         b_proj_(s.set.add(s.prefix + "b_proj.weight", {heads_, c.hidden_size}, {Role::Kind::scalar_row})),
         g_proj_(full_rank_gate_ ? &s.matrix("g_proj", heads_ * dim_, c.hidden_size) : nullptr),
         g_a_proj_(full_rank_gate_ ? nullptr : &s.matrix("g_a_proj", dim_, c.hidden_size)),
-        g_b_proj_(full_rank_gate_ ? nullptr : &s.matrix("g_b_proj", heads_ * dim_, dim_)), o_norm_(s.gain("o_norm", dim_)),
+        g_b_proj_(full_rank_gate_ ? nullptr : &s.matrix("g_b_proj", heads_ * dim_, dim_)),
+        o_norm_(s.gain("o_norm", dim_)),
         o_proj_(s.matrix("o_proj", c.hidden_size, heads_ * dim_)) {}
 
   Var forward(Var x, const Batch& batch, State* state) override {
@@ -73,9 +84,7 @@ class Kda : public Mixer {
   Var log_decay(Var z) {  // eq. 5
     return lower_bound_ ? bounded_decay(z, A_log_, dt_bias_, heads_, float(*lower_bound_)) : softplus_decay(z, A_log_, dt_bias_, heads_);
   }
-  DeltaShape shape() const {
-    return {heads_, dim_, dim_, float(1 / std::sqrt(double(dim_))), lower_bound_ && *lower_bound_ >= -5};
-  }
+  DeltaShape shape() const { return {heads_, dim_, dim_, float(1 / std::sqrt(double(dim_))), lower_bound_ && *lower_bound_ >= -5}; }
 
   int64_t layer_, heads_, dim_, width_;
   float eps_;

@@ -31,13 +31,15 @@ struct LatentState : State {
 class Mla : public Mixer {
  public:
   Mla(const Config& c, const Scope& s, int64_t layer)
-      : layer_(layer), shape_{c.num_attention_heads, c.qk_nope_head_dim, c.qk_rope_head_dim, c.v_head_dim, c.kv_lora_rank,
-                              float(1 / std::sqrt(double(c.qk_nope_head_dim + c.qk_rope_head_dim)))},
+      : layer_(layer),
+        shape_{c.num_attention_heads, c.qk_nope_head_dim, c.qk_rope_head_dim,
+               c.v_head_dim,          c.kv_lora_rank,     float(1 / std::sqrt(double(c.qk_nope_head_dim + c.qk_rope_head_dim)))},
         q_a_proj_(c.q_lora_rank ? &s.matrix("q_a_proj", c.q_lora_rank, c.hidden_size) : nullptr),
         q_a_layernorm_(c.q_lora_rank ? &s.gain("q_a_layernorm", c.q_lora_rank) : nullptr),
-        q_proj_(s.matrix(c.q_lora_rank ? "q_b_proj" : "q_proj", shape_.heads * (shape_.nope + shape_.rope), c.q_lora_rank ? c.q_lora_rank : c.hidden_size,
-                         shape_.heads)),
-        kv_a_proj_(s.matrix("kv_a_proj_with_mqa", shape_.rank + shape_.rope, c.hidden_size)), kv_a_layernorm_(s.gain("kv_a_layernorm", shape_.rank)),
+        q_proj_(s.matrix(c.q_lora_rank ? "q_b_proj" : "q_proj", shape_.heads * (shape_.nope + shape_.rope),
+                         c.q_lora_rank ? c.q_lora_rank : c.hidden_size, shape_.heads)),
+        kv_a_proj_(s.matrix("kv_a_proj_with_mqa", shape_.rank + shape_.rope, c.hidden_size)),
+        kv_a_layernorm_(s.gain("kv_a_layernorm", shape_.rank)),
         // K and V of a head are matrices of their own to Muon where they have equal rows
         kv_b_proj_(s.matrix("kv_b_proj", shape_.heads * (shape_.nope + shape_.value), shape_.rank,
                             shape_.nope == shape_.value ? 2 * shape_.heads : shape_.heads)),
@@ -52,7 +54,8 @@ class Mla : public Mixer {
     Var k_pe = linear_rows(x, kv_a_proj_, shape_.rank, shape_.rank + shape_.rope);  // never rotated, never normed
     bool watch = c.observe && !c.recomputing;
     Tensor largest;
-    Var o = mla_attention(q, latent, k_pe, kv_b_proj_, shape_, batch, state ? &static_cast<LatentState*>(state)->cache : nullptr, watch ? &largest : nullptr);
+    Var o = mla_attention(q, latent, k_pe, kv_b_proj_, shape_, batch, state ? &static_cast<LatentState*>(state)->cache : nullptr,
+                          watch ? &largest : nullptr);
     if (watch && largest.has_data())
       for (size_t h = 0; h < clip_.max_logits.size(); ++h) clip_.max_logits[h] = std::max(clip_.max_logits[h], largest.f32()[h]);
     if (g_proj_) {

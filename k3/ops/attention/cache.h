@@ -33,13 +33,14 @@ struct MlaShape {
   float scale;
 };
 
-// Slots of blocks; what a block holds is the business of attention.cpp.
+// Slots of blocks; what a block holds is the business of the operators.
 class TokenCache {
  public:
   static constexpr int64_t kBlockTokens = 128;  // also the tile of keys that the softmax runs over
 
   int64_t slots() const { return int64_t(slots_.size()); }
   int64_t tokens(int64_t slot) const { return at(slot).tokens; }
+  const std::string& name() const { return name_; }
   size_t bytes_per_token() const { return sizeof(float) * size_t(floats_per_token_); }
 
   void reset(int64_t slot) { truncate(slot, tokens(slot)); }
@@ -48,7 +49,7 @@ class TokenCache {
   void save(int64_t slot, Blob& to) const;
   void load(int64_t slot, Blob& from);     // throws Error when the bytes are of another kind or shape; the slot is then unchanged
 
-  // For attention.cpp: room for n more tokens, which count from now on; blocks that another slot shares are copied before they are written.
+  // For the operators: room for n more tokens, which count from now on; a block that another slot shares is copied before it is written.
   void extend(int64_t slot, int64_t n);
   float* block(int64_t slot, int64_t i) const { return reinterpret_cast<float*>(at(slot).blocks[size_t(i)]->data()); }
 
@@ -64,7 +65,7 @@ class TokenCache {
   Slot& at(int64_t slot) { return const_cast<Slot&>(std::as_const(*this).at(slot)); }
   std::shared_ptr<Buffer> new_block() const;
 
-  std::string name_;  // kind and shape, as it is saved and as errors say it
+  std::string name_;  // kind and shape: what the saved bytes are called and errors say
   int64_t floats_per_token_;
   Device device_;
   std::vector<Slot> slots_;

@@ -39,10 +39,10 @@ class DeltaState {
 
   int64_t slots() const { return int64_t(tokens_.size()); }
   int64_t tokens(int64_t slot) const { return tokens_[slot]; }  // how many it has read
-  void reset(int64_t slot) { tokens_[slot] = 0; }
-  void copy(int64_t to, int64_t from);                          // fork
-  bool drop(int64_t slot, int64_t n);                           // unread the last n tokens, if the open chunk holds them; else nothing happens
-  void dense(int64_t slot, float* s) const;                     // S [H, K, V] now
+  void reset(int64_t slot) { tokens_[slot] = open_[slot] = 0; }
+  void copy(int64_t to, int64_t from);       // fork
+  bool drop(int64_t slot, int64_t n);        // unread the last n tokens if the open chunk holds them; otherwise false, and nothing happens
+  void dense(int64_t slot, float* s) const;  // S [H, K, V] as of now
 
   void save(int64_t slot, Blob& to) const;
   void load(int64_t slot, Blob& from);  // refuses another shape or a damaged blob by name, leaving the slot as it was
@@ -53,10 +53,13 @@ class DeltaState {
  private:
   friend Var delta_rule(Var, Var, Var, Var, Var, const DeltaShape&, const Batch&, DeltaState*);
   float* slot(int64_t i) const;
+  template <class F>
+  void parts(int64_t tokens, int64_t open, F f) const;
 
   DeltaShape shape_;
   Buffer memory_;                // (slots, heads, closed memory and open rows: delta_rule_kernels.h)
   std::vector<int64_t> tokens_;  // (slots)
+  std::vector<int64_t> open_;    // (slots) how many of them are rows of the open chunk; it is closed when the next one comes
 };
 
 Var delta_rule(Var q, Var k, Var v, Var g, Var beta, const DeltaShape& shape, const Batch& batch, DeltaState* state);

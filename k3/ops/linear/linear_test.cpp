@@ -98,8 +98,11 @@ TEST(linear, one_thread_equals_many) {
 TEST(linear, a_weight_of_another_width_is_refused) {
   testing::Step step;
   Param p = step.param("q_proj.weight", Values(15, 1), {3, 5});
-  EXPECT_THAT([&] { linear(step.input(Values(8, 1), {2, 4}), p); },
-              testing::throws_error("[linear] x has 4 columns but q_proj.weight (3 x 5) takes 5"));
+  EXPECT_THAT(
+      [&] {
+        linear(step.input(Values(8, 1), {2, 4}), p);
+      },
+      testing::throws_error("[linear] x has 4 columns but q_proj.weight (3 x 5) takes 5"));
 }
 
 }  // namespace

@@ -17,20 +17,20 @@ inline constexpr int64_t kProductBlock = 384;
 
 struct Product {
   int64_t m, n, k;
-  const float* a;      // (m, k), or (k, m) when a_transposed
+  const float* a;  // (m, k), or (k, m) when a_transposed
   int64_t lda;
   bool a_transposed;
-  const float* b;      // (k, n), or (n, k) when b_transposed
+  const float* b;  // (k, n), or (n, k) when b_transposed
   int64_t ldb;
   bool b_transposed;
-  float* c;            // (m, n)
+  float* c;  // (m, n)
   int64_t ldc;
-  bool accumulate;     // C += instead of C =
+  bool accumulate;  // C += instead of C =
 };
 
-void product(const Product& p);                       // on all threads
-void product_serial(const Product& p);                // on the calling thread; for use inside parallel_for
-void products(const std::vector<Product>& list);      // independent products (batched, grouped by expert) over all threads
+void product(const Product& p);                   // on all threads
+void product_serial(const Product& p);            // on the calling thread; for use inside parallel_for
+void products(const std::vector<Product>& list);  // independent products (batched, grouped by expert) over all threads
 
 // x W^T with x (m, k), W (n, k): a linear layer.
 inline Product x_wt(const float* x, const float* w, float* y, int64_t m, int64_t n, int64_t k, bool accumulate = false) {

@@ -14,12 +14,12 @@ constexpr int kRows = 4;  // rows of C at once: 4 chains hide the latency of FMA
 K3_INLINE void transpose16(const float* b, int64_t ldb, int64_t rows, int64_t steps, vec* t) {
   vec r[16];
   for (int j = 0; j < 16; ++j) r[j] = j < rows ? load_n(b + j * ldb, steps) : zero();
-  // four rounds of pairwise exchange, doubling the distance
-#define K3_ROUND(src, dst, d, lo, hi)                                                  \
-  for (int i = 0; i < 16; ++i)                                                         \
-    if (!(i & d)) {                                                                    \
-      dst[i] = __builtin_shuffle(src[i], src[i + d], lo);                              \
-      dst[i + d] = __builtin_shuffle(src[i], src[i + d], hi);                          \
+    // four rounds of pairwise exchange, doubling the distance
+#define K3_ROUND(src, dst, d, lo, hi)                         \
+  for (int i = 0; i < 16; ++i)                                \
+    if (!(i & d)) {                                           \
+      dst[i] = __builtin_shuffle(src[i], src[i + d], lo);     \
+      dst[i + d] = __builtin_shuffle(src[i], src[i + d], hi); \
     }
   vec s[16];
   const ivec lo1 = {0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30}, hi1 = {1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31};

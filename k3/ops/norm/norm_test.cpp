@@ -93,8 +93,11 @@ TEST(norm, one_thread_equals_many) {
 TEST(norm, a_gain_of_another_width_is_refused) {
   testing::Step step;
   Param p = step.param("input_layernorm.weight", Values(5, 1), {5});
-  EXPECT_THAT([&] { rms_norm(step.input(Values(8, 1), {2, 4}), p, 1e-5f); },
-              testing::throws_error("[rms_norm] x has 4 columns but input_layernorm.weight has 5 values"));
+  EXPECT_THAT(
+      [&] {
+        rms_norm(step.input(Values(8, 1), {2, 4}), p, 1e-5f);
+      },
+      testing::throws_error("[rms_norm] x has 4 columns but input_layernorm.weight has 5 values"));
 }
 
 }  // namespace
