@@ -1,0 +1,34 @@
+#pragma once
+// GPU kernels of causal attention: many heads with their own keys (training, prefill), and one wide latent head read by all (decode).
+// Every function returns null, or a sentence that says which argument it cannot serve.
+#include <cstdint>
+
+namespace k3::cuda {
+
+// ---- decode, absorbed: scores over 576 = latent 512 + shared 64, values = the latent ------------------------------------------------------------
+constexpr int kLatent = 512, kLatentRow = 576, kPageTokens = 64;
+
+struct LatentDecodeArgs {
+  const void* q;               // (rows, H, 576) bf16
+  int64_t q_stride;            // of a row, in elements; heads lie 576 apart
+  const void* pages;           // (pages, 64, 576) bf16
+  int64_t page_count;
+  const int* table;            // (rows, table_stride) pages of each row's sequence, in order; entries past its length are not read
+  int table_stride;
+  const int* lengths;          // (rows) keys that a row sees
+  int rows, heads;             // heads <= 96
+  int longest;                 // at least the largest length: sizes the grid
+  float scale;
+  int split_pages;             // pages a block takes; a row's bits depend on it and on the row's own length, on nothing else of the batch
+  float* partial;              // latent_decode_workspace() floats; may be null when longest <= 64 * split_pages
+  void* out;                   // (rows, H, 512) bf16
+};
+// Splits of one row of `longest` keys; floats of workspace for the whole call; and a split size that fills `multiprocessors` for equal lengths.
+constexpr int latent_decode_splits(int longest, int split_pages) { return (longest + kPageTokens * split_pages - 1) / (kPageTokens * split_pages); }
+constexpr int64_t latent_decode_workspace(int rows, int heads, int longest, int split_pages) {
+  return int64_t(rows) * latent_decode_splits(longest, split_pages) * heads * (kLatent + 2);
+}
+int latent_decode_split(int rows, int longest, int multiprocessors);
+const char* latent_decode(const LatentDecodeArgs&, void* stream);
+
+}  // namespace k3::cuda

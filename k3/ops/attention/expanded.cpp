@@ -1,0 +1,124 @@
+#include "k3/ops/attention/expanded.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "k3/core/error.h"
+#include "k3/tape/tape.h"
+
+namespace k3 {
+
+using cpu::kKeyTile;
+
+std::vector<cpu::QueryTile> query_tiles(const std::vector<cpu::AttentionSequence>& sequences, int64_t group) {
+  std::vector<cpu::QueryTile> tiles;
+  for (int64_t s = 0; s < int64_t(sequences.size()); ++s)
+    for (int64_t row = 0; row < sequences[s].queries * group; row += cpu::kQueryTile) tiles.push_back({s, row});
+  auto keys = [&](const cpu::QueryTile& t) { return sequences[t.sequence].first + t.first_row / group; };
+  std::stable_sort(tiles.begin(), tiles.end(), [&](auto& a, auto& b) { return keys(a) > keys(b); });
+  return tiles;
+}
+
+AttentionPlan::AttentionPlan(const Batch& batch, int64_t group, TokenCache* cache) {
+  int64_t tiles = 0;
+  for (int64_t s = 0; s < batch.sequences(); ++s) {
+    cpu::AttentionSequence q{int64_t(rows.size()), 0, 0, tiles};
+    for (int64_t i = batch.begin(s); i < batch.begin(s + 1); ++i)
+      if (batch.padding.empty() || !batch.padding[i]) rows.push_back(int32_t(i));
+    q.queries = int64_t(rows.size()) - q.rows_at;
+    if (cache) {
+      q.first = cache->tokens(batch.slots[s]);
+      cache->extend(batch.slots[s], q.queries);
+    }
+    int64_t count = (q.first + q.queries + kKeyTile - 1) / kKeyTile;
+    if (cache)
+      for (int64_t i = 0; i < count; ++i) blocks.push_back(cache->block(batch.slots[s], i));
+    tiles += count;
+    pairs += double(q.queries) * (double(q.first) + double(q.queries + 1) / 2);
+    sequences.push_back(q);
+  }
+  if (!cache) blocks.resize(size_t(tiles));
+  query_tiles = k3::query_tiles(sequences, group);
+}
+
+void AttentionPlan::lend_blocks(Scratch& scratch, const cpu::KeyTiles& tiles) {
+  Tensor all = scratch.lend(DType::f32, {int64_t(blocks.size()), tiles.floats()});
+  if (all.has_data())
+    for (size_t i = 0; i < blocks.size(); ++i) blocks[i] = all.f32() + int64_t(i) * tiles.floats();
+}
+
+void AttentionPlan::fill(cpu::AttentionArgs& a) const {
+  a.rows = rows.data(), a.blocks = blocks.data();
+  a.sequences = sequences.data(), a.sequence_count = int64_t(sequences.size());
+  a.query_tiles = query_tiles.data(), a.query_tile_count = int64_t(query_tiles.size());
+}
+
+void clear_padding(const Tensor& y, const Batch& batch) {
+  for (int64_t i = 0; i < int64_t(batch.padding.size()); ++i)
+    if (batch.padding[i]) std::memset(y.row_range(i, i + 1).data(), 0, size_t(y.cols()) * sizeof(float));
+}
+
+void check_attention_call(const char* name, const Context& c, int64_t tokens, int64_t heads, int64_t key_dim, int64_t value_dim, const Batch& batch,
+                          const TokenCache* cache, const Tensor* max_logit) {
+  K3_CHECK(batch.tokens() == tokens, "[{}] q has {} rows but the batch has {} tokens", name, tokens, batch.tokens());
+  K3_CHECK(batch.padding.empty() || int64_t(batch.padding.size()) == tokens, "[{}] padding has {} entries for {} tokens", name,
+           batch.padding.size(), tokens);
+  K3_CHECK(key_dim > 0 && value_dim > 0 && std::max(key_dim, value_dim) <= cpu::kMaxHeadDim,
+           "[{}] heads of {} key and {} value channels; both must be 1 to {}", name, key_dim, value_dim, cpu::kMaxHeadDim);
+  K3_CHECK(!max_logit || (max_logit->dtype() == DType::f32 && max_logit->size() == heads), "[{}] max_logit must be {} float32 values", name, heads);
+  if (!cache) return;
+  K3_CHECK(!c.tape, "[{}] a cache can't be used with a tape: its tokens have no gradients; train on whole sequences", name);
+  K3_CHECK(int64_t(batch.slots.size()) == batch.sequences(), "[{}] a cache needs a slot for each of {} sequences; the batch names {}", name,
+           batch.sequences(), batch.slots.size());
+  auto slots = batch.slots;
+  std::sort(slots.begin(), slots.end());
+  auto twice = std::adjacent_find(slots.begin(), slots.end());
+  K3_CHECK(twice == slots.end(), "[{}] two sequences of the batch have slot {}", name, *twice);
+}
+
+void expanded_attention(const Expanded& e, const Var& y, const Batch& batch, TokenCache* cache, Tensor* max_logit) {
+  Context& c = y.context();
+  const int64_t tokens = e.q.rows(), heads = e.tiles.kv_heads * e.group;
+  AttentionPlan plan(batch, e.group, cache);
+  Tensor lse = c.tape ? c.arena->lend(DType::f32, {tokens, heads}) : Tensor();
+
+  cpu::AttentionArgs a{};
+  a.tiles = e.tiles, a.tokens = tokens, a.group = e.group, a.scale = e.scale;
+  a.q = e.q.f32(), a.y = y.f32();
+  a.keys = e.keys.f32(), a.key_stride = e.keys.cols(), a.key_head_stride = e.key_head_stride;
+  a.values = e.values.f32() + e.values_at, a.value_stride = e.values.cols(), a.value_head_stride = e.value_head_stride;
+  if (!e.shared.empty()) a.shared = e.shared.f32(), a.shared_stride = e.shared.cols();
+  {
+    Scratch scratch(*c.arena);
+    a.m = scratch.lend(DType::f32, {tokens, heads}).f32();
+    a.l = c.tape ? lse.f32() : scratch.lend(DType::f32, {tokens, heads}).f32();
+    if (!cache) plan.lend_blocks(scratch, e.tiles);
+    plan.fill(a);
+    if (c.device == Device::cpu) {
+      cpu::attention().append(a);
+      cpu::attention().forward(a, 0, INT64_MAX);
+      if (max_logit) cpu::attention().max_logit(a, max_logit->f32());
+      clear_padding(y.value(), batch);
+    }
+  }
+  const double key_dim = double(e.tiles.own + e.tiles.shared), value_dim = double(e.tiles.value);
+  const double flops = 2 * plan.pairs * double(heads) * (key_dim + value_dim);
+  const double bytes = 4.0 * (double(e.q.size() + y.size()) + double(plan.blocks.size()) * double(e.tiles.floats()));
+  c.cost(e.name, {.flops = flops, .bytes = bytes});
+
+  on_backward(y, [=, &c] {
+    cpu::AttentionArgs b = a;
+    AttentionPlan plan(batch, e.group, nullptr);
+    b.dy = y.grad().f32(), b.dq = e.q.grad().f32();
+    b.dkeys = e.keys.grad().f32(), b.dvalues = e.values.grad().f32() + e.values_at;
+    if (!e.shared.empty()) b.dshared_sum = e.shared.grad().f32();
+    Scratch scratch(*c.arena);
+    b.d = scratch.lend(DType::f32, {tokens, heads}).f32();
+    if (!e.shared.empty()) b.dshared = scratch.lend_zeroed(DType::f32, {e.tiles.kv_heads, tokens, e.tiles.shared}).f32();
+    plan.fill(b);
+    if (c.device == Device::cpu) cpu::attention().backward(b);
+    c.cost(e.name, {.flops = 2 * plan.pairs * double(heads) * (3 * key_dim + 2 * value_dim), .bytes = 2 * bytes});
+  });
+}
+
+}  // namespace k3

@@ -1,0 +1,189 @@
+#pragma once
+// Products of small tiles for the kernels of this folder. Each element is one chain of multiply-adds (tile_product) or sixteen chains closed
+// by one tree (tile_dots), over k ascending: its bits do not depend on how many rows and columns the tile has.
+// Include in *_cpu.cpp only; everything is static (isa.h says why).
+#include <cstdint>
+
+#include "k3/core/simd.h"
+
+namespace k3::cpu::K3_ISA {
+
+using namespace k3::simd;
+
+// What the registers hold: R rows by V vectors of accumulators.
+#ifdef K3_ISA_avx512
+constexpr int kR = 8, kV = 2, kWide = 8;
+#else
+constexpr int kR = 4, kV = 1, kWide = 4;
+#endif
+
+typedef uint16_t half_vec __attribute__((vector_size(32), aligned(2), may_alias));
+K3_INLINE vec load_any(const float* p) { return load(p); }
+K3_INLINE vec load_any(const uint16_t* p) {  // bfloat16
+  return vec(__builtin_convertvector(*reinterpret_cast<const half_vec*>(p), ivec) << 16);
+}
+K3_INLINE vec load_any_n(const float* p, int64_t n) { return load_n(p, n); }
+K3_INLINE vec load_any_n(const uint16_t* p, int64_t n) {
+  ivec v{};
+  for (int64_t i = 0; i < n && i < kLanes; ++i) v[i] = int32_t(uint32_t(p[i]) << 16);
+  return vec(v);
+}
+
+enum class Into { set, add, scaled };  // C = AB,  C += AB,  C = C * factor[row] + AB
+
+template <class B>
+struct TileProduct {
+  int64_t m, n, k;
+  const float* a;  // (m, k), or (k, m) when `transposed`
+  int64_t lda;
+  const B* b;      // (k, n) float or bfloat16
+  int64_t ldb;
+  float* c;        // (m, n)
+  int64_t ldc;
+  Into into = Into::set;
+  const float* factor = nullptr;  // (m)
+};
+
+template <bool transposed, int R, int V, bool tail, class B>
+static void product_block(const TileProduct<B>& p, int64_t i, int64_t j, int64_t cols) {
+  const float* a = p.a + (transposed ? i : i * p.lda);
+  const B* b = p.b + j;
+  vec s[R][V];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v) s[r][v] = zero();
+  for (int64_t k = 0; k < p.k; ++k) {
+    vec x[V];
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v) x[v] = tail ? load_any_n(b, cols) : load_any(b + v * kLanes);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      vec y = splat(transposed ? a[r] : a[r * p.lda]);
+#pragma GCC unroll 8
+      for (int v = 0; v < V; ++v) s[r][v] = fma(y, x[v], s[r][v]);
+    }
+    a += transposed ? p.lda : 1;
+    b += p.ldb;
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v) {
+      float* c = p.c + (i + r) * p.ldc + j + v * kLanes;
+      int64_t n = tail ? cols : kLanes;
+      vec t = s[r][v];
+      if (p.into == Into::add) t = load_n(c, n) + t;
+      if (p.into == Into::scaled) t = fma(load_n(c, n), splat(p.factor[i + r]), t);
+      store_n(c, t, n);
+    }
+}
+
+template <bool transposed, int V, bool tail, class B>
+static void product_columns(const TileProduct<B>& p, int64_t j, int64_t cols) {
+  int64_t i = 0;
+  for (; i + kR <= p.m; i += kR) product_block<transposed, kR, V, tail>(p, i, j, cols);
+  if (kR > 4)
+    for (; i + 4 <= p.m; i += 4) product_block<transposed, 4, V, tail>(p, i, j, cols);
+  for (; i + 2 <= p.m; i += 2) product_block<transposed, 2, V, tail>(p, i, j, cols);
+  for (; i < p.m; ++i) product_block<transposed, 1, V, tail>(p, i, j, cols);
+}
+
+template <bool transposed = false, class B>
+static void tile_product(const TileProduct<B>& p) {
+  int64_t j = 0;
+  if (p.m == 1)  // a single row: more columns at once hide the latency
+    for (; j + kWide * kLanes <= p.n; j += kWide * kLanes) product_block<transposed, 1, kWide, false>(p, 0, j, kLanes);
+  for (; j + kV * kLanes <= p.n; j += kV * kLanes) product_columns<transposed, kV, false>(p, j, kLanes);
+  if (kV > 1)
+    for (; j + kLanes <= p.n; j += kLanes) product_columns<transposed, 1, false>(p, j, kLanes);
+  if (j < p.n) product_columns<transposed, 1, true>(p, j, p.n - j);
+}
+
+// Lane i of the result is the sum of the lanes of a[i]: the tree of simd::sum, sixteen at once.
+K3_INLINE vec sums(vec* a) {
+  const ivec lo8 = {0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23}, hi8 = {8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31};
+  const ivec lo4 = {0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27}, hi4 = {4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31};
+  const ivec lo2 = {0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29}, hi2 = {2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31};
+  const ivec lo1 = {0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30}, hi1 = {1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31};
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i) a[i] = __builtin_shuffle(a[i], a[i + 8], lo8) + __builtin_shuffle(a[i], a[i + 8], hi8);
+#pragma GCC unroll 8
+  for (int i = 0; i < 4; ++i) a[i] = __builtin_shuffle(a[i], a[i + 4], lo4) + __builtin_shuffle(a[i], a[i + 4], hi4);
+#pragma GCC unroll 8
+  for (int i = 0; i < 2; ++i) a[i] = __builtin_shuffle(a[i], a[i + 2], lo2) + __builtin_shuffle(a[i], a[i + 2], hi2);
+  return __builtin_shuffle(a[0], a[1], lo1) + __builtin_shuffle(a[0], a[1], hi1);
+}
+
+// C[i][j] = A[i] . B[j]: rows of both run along k (k need not divide by sixteen). B float or bfloat16.
+template <int R, class B>
+static void dots_block(const float* a, int64_t lda, const B* b, int64_t ldb, float* c, int64_t ldc, int64_t n, int64_t k) {
+  constexpr int C = 16 / R;  // sixteen sums at once
+  for (int64_t j = 0; j < n; j += C) {
+    int64_t cols = n - j < C ? n - j : C;
+    const B* row[C];
+#pragma GCC unroll 16
+    for (int x = 0; x < C; ++x) row[x] = b + (j + (x < cols ? x : 0)) * ldb;
+    vec s[16];
+#pragma GCC unroll 16
+    for (int x = 0; x < 16; ++x) s[x] = zero();
+    int64_t q = 0;
+    for (; q + kLanes <= k; q += kLanes) {
+      vec left[R];
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) left[r] = load(a + r * lda + q);
+#pragma GCC unroll 16
+      for (int x = 0; x < C; ++x) {
+        vec right = load_any(row[x] + q);
+#pragma GCC unroll 4
+        for (int r = 0; r < R; ++r) s[r * C + x] = fma(left[r], right, s[r * C + x]);
+      }
+    }
+    if (q < k)
+      for (int x = 0; x < C; ++x)
+        for (int r = 0; r < R; ++r) s[r * C + x] = fma(load_n(a + r * lda + q, k - q), load_any_n(row[x] + q, k - q), s[r * C + x]);
+    float out[16];
+    store(out, sums(s));
+    for (int r = 0; r < R; ++r)
+      for (int64_t x = 0; x < cols; ++x) c[r * ldc + j + x] = out[r * C + x];
+  }
+}
+
+template <class B>
+static void tile_dots(int64_t m, int64_t n, int64_t k, const float* a, int64_t lda, const B* b, int64_t ldb, float* c, int64_t ldc) {
+  int64_t i = 0;
+  for (; i + 4 <= m; i += 4) dots_block<4>(a + i * lda, lda, b, ldb, c + i * ldc, ldc, n, k);
+  for (; i < m; ++i) dots_block<1>(a + i * lda, lda, b, ldb, c + i * ldc, ldc, n, k);
+}
+
+K3_INLINE void copy_floats(float* to, const float* from, int64_t n) { __builtin_memcpy(to, from, size_t(n) * sizeof(float)); }
+K3_INLINE void add_floats(float* to, const float* from, int64_t n) {
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) store(to + i, load(to + i) + load(from + i));
+  for (; i < n; ++i) to[i] += from[i];
+}
+
+// One row of scores of one tile becomes unnormalised weights: s = exp(scale * s - m). Keys from `visible` on weigh exactly nothing.
+// m and l are the running maximum and sum; returns what earlier sums must be multiplied by. cols: a multiple of sixteen.
+K3_INLINE float softmax_row(float* s, int64_t cols, int64_t visible, float scale, float& m, float& l) {
+  const ivec lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  vec top = splat(m), total = zero();
+  for (int64_t j = 0; j < cols; j += kLanes) {
+    vec t = load(s + j) * splat(scale);
+    if (j + kLanes > visible) t = select(lane + isplat(int32_t(j)) < isplat(int32_t(visible)), t, splat(-__builtin_inff()));
+    store(s + j, t);
+    top = max(t, top);
+  }
+  float before = m;
+  m = max_lane(top);
+  for (int64_t j = 0; j < cols; j += kLanes) {
+    vec e = exp(load(s + j) - splat(m));
+    store(s + j, e);
+    total = total + e;
+  }
+  float keep = exp(splat(before - m))[0];
+  l = l * keep + sum(total);
+  return keep;
+}
+
+}  // namespace k3::cpu::K3_ISA
