@@ -36,8 +36,8 @@ Routing route(Var x, Param& gate, Param& bias, const RouteOptions& o, const Batc
   Context& c = x.context();
   int64_t n = x.rows(), e = gate.value.rows(), k = o.top_k;
   K3_CHECK(bias.value.size() == e, "[route] {} has {} values but {} has {} experts", bias.name, bias.value.size(), gate.name, e);
-  K3_CHECK(o.groups >= 1 && o.groups <= cpu::kMaxGroups && e % o.groups == 0, "[route] {} experts don't divide into {} groups (num_expert_group)",
-           e, o.groups);
+  K3_CHECK(o.groups >= 1 && o.groups <= cpu::kMaxGroups && e % o.groups == 0, "[route] {} experts don't divide into {} groups (num_expert_group)", e,
+           o.groups);
   K3_CHECK(o.top_groups >= 1 && o.top_groups <= o.groups, "[route] topk_group is {} of {} groups", o.top_groups, o.groups);
   K3_CHECK(k >= 1 && k <= cpu::kMaxTopK && k <= e / o.groups * o.top_groups, "[route] top k is {} of {} experts to choose from (at most {})", k,
            e / o.groups * o.top_groups, cpu::kMaxTopK);

@@ -30,7 +30,7 @@ struct DispatchArgs {
   const int32_t* row_of_pair;  // (tokens * slots) -1: not dispatched
   int64_t tokens, slots, pairs, d;
   const float* from;
-  const float* weights;        // (tokens, slots); null: all 1
+  const float* weights;  // (tokens, slots); null: all 1
   float* to;
 };
 
@@ -39,17 +39,17 @@ struct PairArgs {
   const int32_t* pair_of_row;  // (pairs)
   const float* weights;        // p (tokens * slots)
   int64_t first, last, m;
-  float *e, *h;                // (pairs, m)
-  float* dweights;             // (tokens * slots), added to
+  float *e, *h;     // (pairs, m)
+  float* dweights;  // (tokens * slots), added to
 };
 
 struct MoeKernels {
   void (*route_forward)(const RouteArgs&);
   void (*route_backward)(const RouteArgs&);
-  void (*gather)(const DispatchArgs&);       // to[row] = from[token of row]
-  void (*combine)(const DispatchArgs&);      // to[token] = sum over slots of weight * from[row], in slot order
-  void (*combine_add)(const DispatchArgs&);  // to[token] += the same
-  void (*weigh_pairs)(const PairArgs&);                                    // on the calling thread
+  void (*gather)(const DispatchArgs&);                             // to[row] = from[token of row]
+  void (*combine)(const DispatchArgs&);                            // to[token] = sum over slots of weight * from[row], in slot order
+  void (*combine_add)(const DispatchArgs&);                        // to[token] += the same
+  void (*weigh_pairs)(const PairArgs&);                            // on the calling thread
   void (*widen_bf16)(const uint16_t* from, float* to, int64_t n);  // on the calling thread
 };
 K3_KERNEL_TABLE(MoeKernels, moe)

@@ -49,8 +49,7 @@ inline void route_choose(const double* s, const double* bias, int32_t* chosen, d
       of_group.push_back(in[0] + (size > 1 ? in[1] : 0));
     }
     auto groups = best_first(of_group);
-    for (int64_t g = o.top_groups; g < o.groups; ++g)
-      std::fill_n(choice.begin() + groups[size_t(g)] * size, size, none);
+    for (int64_t g = o.top_groups; g < o.groups; ++g) std::fill_n(choice.begin() + groups[size_t(g)] * size, size, none);
     auto order = best_first(choice);
     std::copy_n(order.begin(), o.top_k, chosen + n * o.top_k);
     cutoff[n] = o.top_k < o.experts ? choice[size_t(order[size_t(o.top_k)])] : none;

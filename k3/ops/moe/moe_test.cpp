@@ -37,9 +37,8 @@ TEST(moe, routing_backward_equals_complex_step) {
   for (const auto& o : kRoutes) {
     auto chosen = random_choice(o.rows, o.top_k, o.experts, 1);
     testing::expect_complex_step(
-        {{o.rows * o.experts}},
-        [&]<class S>(const std::vector<const S*>& in, S* out) { ref::route_weights<S>(in[0], chosen.data(), out, o); }, o.rows * o.top_k,
-        [&](auto in, const double* dy, auto grad) { ref::route_backward(in[0], chosen.data(), dy, grad[0], o); });
+        {{o.rows * o.experts}}, [&]<class S>(const std::vector<const S*>& in, S* out) { ref::route_weights<S>(in[0], chosen.data(), out, o); },
+        o.rows * o.top_k, [&](auto in, const double* dy, auto grad) { ref::route_backward(in[0], chosen.data(), dy, grad[0], o); });
   }
 }
 
@@ -47,18 +46,28 @@ struct Router {
   Values x, gate, bias;
   int64_t rows, experts, d;
   Router(int64_t rows, int64_t experts, int64_t d, double bias_scale = 0.3, uint64_t seed = 1)
-      : x(rows * d, seed), gate(experts * d, seed + 1, 1 / std::sqrt(double(d))), bias(experts, seed + 2, bias_scale), rows(rows), experts(experts), d(d) {}
+      : x(rows * d, seed),
+        gate(experts * d, seed + 1, 1 / std::sqrt(double(d))),
+        bias(experts, seed + 2, bias_scale),
+        rows(rows),
+        experts(experts),
+        d(d) {}
   Routing run(testing::Step& step, const RouteOptions& o, const Batch& batch, const Tensor* forced = nullptr) const {
-    return route(step.input(x, {rows, d}), step.keep(step.param("gate", gate, {experts, d})), step.keep(step.param("bias", bias, {experts}, false)), o,
-                 batch, forced);
+    return route(step.input(x, {rows, d}), step.keep(step.param("gate", gate, {experts, d})), step.keep(step.param("bias", bias, {experts}, false)),
+                 o, batch, forced);
   }
 };
 
 // The reference is run on the operator's own float32 scores, so that the choice must agree exactly; biased sums are made in float32 as well.
 TEST(moe, routes_equal_the_reference_at_every_level) {
   for (auto isa : testing::levels())
-    for (ref::RouteShape o : {ref::RouteShape{1, 5, 2}, {70, 33, 4, true}, {17, 33, 1, false, true, 2}, {20, 16, 16}, {130, 96, 8, false, true, 2.446, 12, 3},
-                              {40, 896, 16}, {9, 24, 3, false, true, 1, 24, 5}}) {
+    for (ref::RouteShape o : {ref::RouteShape{1, 5, 2},
+                              {70, 33, 4, true},
+                              {17, 33, 1, false, true, 2},
+                              {20, 16, 16},
+                              {130, 96, 8, false, true, 2.446, 12, 3},
+                              {40, 896, 16},
+                              {9, 24, 3, false, true, 1, 24, 5}}) {
       testing::ForceIsa force(isa);
       testing::Step step;
       Router router(o.rows, o.experts, 24);
@@ -197,8 +206,17 @@ struct Moe {
   Values z, p, w1, w3, w2, du;
   std::vector<int32_t> chosen;
   Moe(int64_t rows, int64_t slots, int64_t l, int64_t m, int64_t count)
-      : rows(rows), slots(slots), l(l), m(m), count(count), z(rows * l, 1), p(rows * slots, 2), w1(count * m * l, 3, 1 / std::sqrt(double(l))),
-        w3(count * m * l, 4, 1 / std::sqrt(double(l))), w2(count * m * l, 5, 1 / std::sqrt(double(m))), du(rows * l, 6),
+      : rows(rows),
+        slots(slots),
+        l(l),
+        m(m),
+        count(count),
+        z(rows * l, 1),
+        p(rows * slots, 2),
+        w1(count * m * l, 3, 1 / std::sqrt(double(l))),
+        w3(count * m * l, 4, 1 / std::sqrt(double(l))),
+        w2(count * m * l, 5, 1 / std::sqrt(double(m))),
+        du(rows * l, 6),
         chosen(random_choice(rows, slots, count, 7)) {}
   struct Run {
     Var z, u;
@@ -244,7 +262,8 @@ TEST(moe, experts_backward_equals_complex_step) {
   chosen[2] = chosen[3] = -1;
   testing::expect_complex_step(
       {{4 * 3}, {4 * 2}, {3 * 15}, {3 * 15}, {3 * 15}},
-      [&]<class S>(const std::vector<const S*>& in, S* out) { ref::experts<S>(in[0], in[1], chosen.data(), in[2], in[3], in[4], situ, out, o); }, 4 * 3,
+      [&]<class S>(const std::vector<const S*>& in, S* out) { ref::experts<S>(in[0], in[1], chosen.data(), in[2], in[3], in[4], situ, out, o); },
+      4 * 3,
       [&](auto in, const double* dy, auto g) {
         ref::experts_backward(in[0], in[1], chosen.data(), in[2], in[3], in[4], situ, situ_backward, dy, g[0], g[1], g[2], g[3], g[4], o);
       });
@@ -259,7 +278,8 @@ void expect_reference(const Moe& moe, const std::string& what) {
   ref::ExpertsShape o{moe.rows, moe.slots, moe.l, moe.m};
   int64_t size = moe.count * moe.m * moe.l;
   std::vector<double> u(moe.rows * moe.l), dz(moe.rows * moe.l), dp(moe.rows * moe.slots), dw1(size), dw3(size), dw2(size);
-  auto z = moe.z.as_double(), p = moe.p.as_double(), w1 = moe.w1.as_double(), w3 = moe.w3.as_double(), w2 = moe.w2.as_double(), du = moe.du.as_double();
+  auto z = moe.z.as_double(), p = moe.p.as_double(), w1 = moe.w1.as_double(), w3 = moe.w3.as_double(), w2 = moe.w2.as_double(),
+       du = moe.du.as_double();
   const int32_t* chosen = moe.chosen.data();
   ref::experts(z.data(), p.data(), chosen, w1.data(), w3.data(), w2.data(), situ, u.data(), o);
   ref::experts_backward(z.data(), p.data(), chosen, w1.data(), w3.data(), w2.data(), situ, situ_backward, du.data(), dz.data(), dp.data(), dw1.data(),
@@ -366,7 +386,8 @@ TEST(moe, padding_rows_reach_no_expert_even_if_they_are_nan) {
   Values x(40 * 16, 1), gate(6 * 16, 2), bias(6, 3);
   auto run = [&](testing::Step& step, const Moe& m, const Values& xs, const Batch& b) {
     auto out = m.run(step, false);
-    Routing r = route(step.input(xs, {m.rows, 16}), step.keep(step.param("gate", gate, {6, 16})), step.keep(step.param("bias", bias, {6})), {.top_k = 3}, b);
+    Routing r =
+        route(step.input(xs, {m.rows, 16}), step.keep(step.param("gate", gate, {6, 16})), step.keep(step.param("bias", bias, {6})), {.top_k = 3}, b);
     out.r = r;
     out.u = experts(out.z, r, out.w, kSitu);
     step.backward(out.u, m.du);

@@ -1,0 +1,213 @@
+// Newton-Schulz and Muon: whole blocks through product.h, a wave of blocks at a time so that small ones fill the threads too.
+//
+// With m the smaller and n the larger side of a block, a step X <- (aI + bS + cS^2) X, S = X X^T, costs 4 m^2 n + 2 m^3 FLOPs. All the
+// polynomials commute, so for long blocks (n >= 2m, a head's) the five are multiplied together first, as m x m matrices, and X is read twice
+// in all: Z = aI + bA + cA^2,  Q <- Z Q,  A <- Z A Z,  then X <- Q X. Q has entries up to a^5 = 485, so this form needs float32 or better.
+#include <algorithm>
+#include <cmath>
+
+#include "k3/core/error.h"
+#include "k3/core/threads.h"
+#include "k3/ops/linear/product.h"
+#include "k3/ops/update/update.h"
+#include "k3/ops/update/update_kernels.h"
+
+namespace k3 {
+
+namespace {
+
+constexpr int kSteps = 5;
+constexpr float kA = 3.4445f, kB = -4.7750f, kC = 2.0315f;
+constexpr int64_t kWave = 1 << 24;      // floats of scratch that one wave may take; a larger block is a wave of its own
+constexpr int64_t kSmall = 1 << 23;     // multiply-adds of one product below which a block is small
+constexpr int64_t kElements = 1 << 14;  // elements that one call of parallel_for takes
+
+struct Block {
+  int64_t rows, cols;
+  float *x, *y;          // (rows, cols): the matrix, and room for its successor
+  float *s, *z, *q, *t;  // (m, m)
+  bool tall() const { return rows > cols; }
+  int64_t m() const { return std::min(rows, cols); }
+  int64_t n() const { return std::max(rows, cols); }
+  int64_t size() const { return rows * cols; }
+  bool is_long() const { return n() >= 2 * m(); }
+  static int64_t scratch(int64_t rows, int64_t cols) { return rows * cols + 4 * std::min(rows, cols) * std::min(rows, cols); }
+};
+
+double flops(int64_t m, int64_t n) {
+  double mm = double(m) * double(m), gram = 2 * mm * double(n), square = 2 * mm * double(m);
+  return n >= 2 * m ? 2 * gram + (4 * kSteps - 3) * square : kSteps * (2 * gram + square);
+}
+
+// f(i, first, last) for elements first..last-1 of block i of `size(i)` elements, over all threads
+template <class Size, class F>
+void over_elements(size_t blocks, Size size, F f) {
+  struct Part {
+    size_t block;
+    int64_t first, last;
+  };
+  std::vector<Part> parts;
+  for (size_t i = 0; i < blocks; ++i)
+    for (int64_t at = 0; at < size(i); at += kElements) parts.push_back({i, at, std::min(at + kElements, size(i))});
+  parallel_for(int64_t(parts.size()), [&](int64_t i) { f(parts[size_t(i)].block, parts[size_t(i)].first, parts[size_t(i)].last); });
+}
+
+// X X^T, or X^T X of a tall block: the smaller of the two
+Product gram(const Block& b, float* to) { return {b.m(), b.m(), b.n(), b.x, b.cols, b.tall(), b.x, b.cols, !b.tall(), to, b.m(), false}; }
+// P X, or X P of a tall block; P symmetric
+Product times_x(const Block& b, const float* p) {
+  if (b.tall()) return {b.rows, b.cols, b.m(), b.x, b.cols, false, p, b.m(), false, b.y, b.cols, false};
+  return {b.rows, b.cols, b.m(), p, b.m(), false, b.x, b.cols, false, b.y, b.cols, false};
+}
+Product square(const Block& b, const float* p, const float* q, float* to) {
+  return {b.m(), b.m(), b.m(), p, b.m(), false, q, b.m(), false, to, b.m(), false};
+}
+
+template <class F>
+void products_of(const std::vector<Block*>& blocks, F f) {
+  std::vector<Product> list;
+  for (const Block* b : blocks) f(*b, list);
+  products(list);
+}
+
+// z = a I + b s + c s^2
+void polynomial(const std::vector<Block*>& blocks) {
+  products_of(blocks, [](const Block& b, auto& list) { list.push_back(square(b, b.s, b.s, b.z)); });
+  over_elements(
+      blocks.size(), [&](size_t i) { return blocks[i]->m() * blocks[i]->m(); },
+      [&](size_t i, int64_t first, int64_t last) {
+        const Block& b = *blocks[i];
+        cpu::update().combine(b.s + first, b.z + first, kB, kC, last - first);
+        int64_t m = b.m();
+        for (int64_t at = (first + m) / (m + 1) * (m + 1); at < last; at += m + 1) b.z[at] += kA;
+      });
+}
+
+// Each block's x becomes its orthogonalised self; x and y may change places. All blocks take each step together.
+void orthogonalise_together(const std::vector<Block*>& blocks) {
+  std::vector<Block*> longs, others;
+  for (Block* b : blocks) (b->is_long() ? longs : others).push_back(b);
+  std::vector<float> factor;
+  for (const Block* b : blocks) factor.push_back(float(1 / (std::sqrt(sum_of_squares(Tensor(b->x, DType::f32, {b->size()}))) + 1e-7)));
+  over_elements(
+      blocks.size(), [&](size_t i) { return blocks[i]->size(); },
+      [&](size_t i, int64_t first, int64_t last) { cpu::update().scale(blocks[i]->x + first, factor[i], last - first); });
+  if (!others.empty())
+    for (int step = 0; step < kSteps; ++step) {
+      products_of(others, [](const Block& b, auto& list) { list.push_back(gram(b, b.s)); });
+      polynomial(others);
+      products_of(others, [](const Block& b, auto& list) { list.push_back(times_x(b, b.z)); });
+      for (Block* b : others) std::swap(b->x, b->y);
+    }
+  if (longs.empty()) return;
+  products_of(longs, [](const Block& b, auto& list) { list.push_back(gram(b, b.s)); });
+  for (int step = 0; step < kSteps; ++step) {
+    polynomial(longs);
+    if (step == 0) {
+      for (Block* b : longs) std::swap(b->q, b->z);
+      products_of(longs, [](const Block& b, auto& list) { list.push_back(square(b, b.q, b.s, b.t)); });
+      products_of(longs, [](const Block& b, auto& list) { list.push_back(square(b, b.t, b.q, b.s)); });
+      continue;
+    }
+    const bool last = step == kSteps - 1;  // nobody needs the last A
+    products_of(longs, [&](const Block& b, auto& list) { list.push_back(square(b, b.z, b.q, b.t)); });
+    for (Block* b : longs) std::swap(b->q, b->t);
+    if (last) break;
+    products_of(longs, [](const Block& b, auto& list) { list.push_back(square(b, b.z, b.s, b.t)); });
+    products_of(longs, [](const Block& b, auto& list) { list.push_back(square(b, b.t, b.z, b.s)); });
+  }
+  products_of(longs, [](const Block& b, auto& list) { list.push_back(times_x(b, b.q)); });
+  for (Block* b : longs) std::swap(b->x, b->y);
+}
+
+// A small block stays with one thread, and in its cache; large ones share all threads in every product. The bits are the same.
+void orthogonalise(std::vector<Block>& wave) {
+  std::vector<Block*> small, large;
+  for (Block& b : wave) (b.m() * b.m() * b.n() < kSmall ? small : large).push_back(&b);
+  parallel_for(int64_t(small.size()), [&](int64_t i) { orthogonalise_together({small[size_t(i)]}); });
+  if (!large.empty()) orthogonalise_together(large);
+}
+
+// What a block needs besides x, from `at` on
+Block block_at(int64_t rows, int64_t cols, float* x, float*& at) {
+  int64_t mm = std::min(rows, cols) * std::min(rows, cols);
+  Block b{rows, cols, x, at, at + rows * cols, at + rows * cols + mm, at + rows * cols + 2 * mm, at + rows * cols + 3 * mm};
+  at += Block::scratch(rows, cols);
+  return b;
+}
+
+}  // namespace
+
+void newton_schulz(Context& c, const Tensor& x) {
+  K3_CHECK(x.rank() == 3, "[newton_schulz] x must be (blocks, rows, cols), not ({})", to_string(x.shape()));
+  const int64_t blocks = x.dim(0), rows = x.dim(1), cols = x.dim(2), each = Block::scratch(rows, cols);
+  const int64_t wave = std::max<int64_t>(1, kWave / std::max<int64_t>(1, each));
+  for (int64_t at = 0; at < blocks; at += wave) {
+    const int64_t count = std::min(wave, blocks - at);
+    Scratch scratch(*c.arena);
+    float* room = scratch.lend(DType::f32, {count, each}).f32();
+    c.cost("newton_schulz", {.flops = double(count) * flops(std::min(rows, cols), std::max(rows, cols)), .bytes = 8.0 * double(count * rows * cols)});
+    if (c.device != Device::cpu) continue;
+    std::vector<Block> list;
+    for (int64_t i = 0; i < count; ++i) list.push_back(block_at(rows, cols, x.f32() + (at + i) * rows * cols, room));
+    orthogonalise(list);
+    for (int64_t i = 0; i < count; ++i)
+      if (float* home = x.f32() + (at + i) * rows * cols; list[size_t(i)].x != home) std::copy_n(list[size_t(i)].x, rows * cols, home);
+  }
+}
+
+void muon_step(Context& c, const std::vector<MuonMatrix>& list, const MuonOptions& o) {
+  struct Piece {
+    int64_t rows, cols;
+    float *weight, *grad, *momentum;
+  };
+  std::vector<Piece> pieces;
+  for (const MuonMatrix& p : list) {
+    const Shape shape = p.weight.shape();
+    K3_CHECK(p.grad.shape() == shape && p.momentum.shape() == shape, "[muon] a weight of {} has a gradient of {} and momentum of {}",
+             to_string(shape), to_string(p.grad.shape()), to_string(p.momentum.shape()));
+    K3_CHECK(p.blocks >= 1 && p.weight.rows() % p.blocks == 0, "[muon] a weight of {} doesn't divide into {} blocks of rows", to_string(shape),
+             p.blocks);
+    const int64_t rows = p.weight.rows() / p.blocks, cols = p.weight.cols();
+    for (int64_t b = 0; b < p.blocks && p.weight.size() > 0; ++b) {
+      auto part = [&](const Tensor& t) { return c.device == Device::cpu ? t.f32() + b * rows * cols : nullptr; };
+      pieces.push_back({rows, cols, part(p.weight), part(p.grad), part(p.momentum)});
+    }
+  }
+  for (size_t at = 0; at < pieces.size();) {
+    int64_t room = 0;
+    size_t end = at;
+    double work = 0, bytes = 0;
+    while (end < pieces.size()) {
+      const Piece& p = pieces[end];
+      int64_t need = p.rows * p.cols + Block::scratch(p.rows, p.cols);
+      if (end > at && room + need > kWave) break;
+      room += need, ++end;
+      work += flops(std::min(p.rows, p.cols), std::max(p.rows, p.cols)), bytes += 24.0 * double(p.rows * p.cols);
+    }
+    Scratch scratch(*c.arena);
+    float* memory = scratch.lend(DType::f32, {room}).f32();
+    c.cost("muon", {.flops = work, .bytes = bytes});
+    if (c.device == Device::cpu) {
+      std::vector<Block> wave;
+      for (size_t i = at; i < end; ++i) {
+        float* x = memory;
+        memory += pieces[i].rows * pieces[i].cols;
+        wave.push_back(block_at(pieces[i].rows, pieces[i].cols, x, memory));
+      }
+      auto size = [&](size_t i) { return wave[i].size(); };
+      over_elements(wave.size(), size, [&](size_t i, int64_t first, int64_t last) {
+        const Piece& p = pieces[at + i];
+        cpu::update().momentum(p.momentum + first, p.grad + first, wave[i].x + first, o.momentum, o.grad_scale, o.nesterov, last - first);
+      });
+      orthogonalise(wave);
+      over_elements(wave.size(), size, [&](size_t i, int64_t first, int64_t last) {
+        float scale = 0.2f * std::sqrt(float(wave[i].n()));
+        cpu::update().apply(pieces[at + i].weight + first, wave[i].x + first, o.lr * scale, o.lr * o.weight_decay, last - first);
+      });
+    }
+    at = end;
+  }
+}
+
+}  // namespace k3
