@@ -64,16 +64,22 @@ K3_INLINE void glu_backward_kind(const GluArgs& a) {
 
 static void glu_forward(const GluArgs& a) {
   switch (a.activation.kind) {
-    case Activation::Kind::swiglu: return glu_forward_kind<Activation::Kind::swiglu>(a);
-    case Activation::Kind::situ: return glu_forward_kind<Activation::Kind::situ>(a);
-    case Activation::Kind::clipped: return glu_forward_kind<Activation::Kind::clipped>(a);
+    case Activation::Kind::swiglu:
+      return glu_forward_kind<Activation::Kind::swiglu>(a);
+    case Activation::Kind::situ:
+      return glu_forward_kind<Activation::Kind::situ>(a);
+    case Activation::Kind::clipped:
+      return glu_forward_kind<Activation::Kind::clipped>(a);
   }
 }
 static void glu_backward(const GluArgs& a) {
   switch (a.activation.kind) {
-    case Activation::Kind::swiglu: return glu_backward_kind<Activation::Kind::swiglu>(a);
-    case Activation::Kind::situ: return glu_backward_kind<Activation::Kind::situ>(a);
-    case Activation::Kind::clipped: return glu_backward_kind<Activation::Kind::clipped>(a);
+    case Activation::Kind::swiglu:
+      return glu_backward_kind<Activation::Kind::swiglu>(a);
+    case Activation::Kind::situ:
+      return glu_backward_kind<Activation::Kind::situ>(a);
+    case Activation::Kind::clipped:
+      return glu_backward_kind<Activation::Kind::clipped>(a);
   }
 }
 

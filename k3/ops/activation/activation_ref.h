@@ -34,13 +34,15 @@ S glu(S g, S u, const Activation& a) {
   using std::tanh;
   double b = a.beta, bu = a.linear_beta, limit = a.limit;
   switch (a.kind) {
-    case Activation::Kind::situ: return b * tanh(g / b) * sigmoid(g) * (bu > 0 ? bu * tanh(u / bu) : u);
+    case Activation::Kind::situ:
+      return b * tanh(g / b) * sigmoid(g) * (bu > 0 ? bu * tanh(u / bu) : u);
     case Activation::Kind::clipped:
       if (real(g) > limit) g = S(limit);
       if (real(u) > limit) u = S(limit);
       if (real(u) < -limit) u = S(-limit);
       [[fallthrough]];
-    case Activation::Kind::swiglu: break;
+    case Activation::Kind::swiglu:
+      break;
   }
   return silu(g) * u;
 }

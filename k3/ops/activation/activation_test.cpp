@@ -116,8 +116,7 @@ TEST(activation, situ_stays_within_its_bounds) {
 }
 
 TEST(activation, a_large_beta_gives_swiglu) {
-  for (double a : {-3.0, -0.5, 0.7, 5.0})
-    EXPECT_NEAR(ref::glu<double>(a, 2, {Kind::situ, 1e6f, 1e6f}), ref::glu<double>(a, 2, {Kind::swiglu}), 1e-9);
+  for (double a : {-3.0, -0.5, 0.7, 5.0}) EXPECT_NEAR(ref::glu<double>(a, 2, {Kind::situ, 1e6f, 1e6f}), ref::glu<double>(a, 2, {Kind::swiglu}), 1e-9);
 }
 
 TEST(activation, extreme_values_stay_finite_and_nan_is_kept) {

@@ -13,9 +13,7 @@ namespace k3 {
 ConvState::ConvState(int64_t slots, int64_t channels, int64_t width, Device device)
     : channels_(channels), width_(width), at_(size_t(slots)), buffer_(size_t(slots * (kUndo + width - 1) * channels) * sizeof(float), device) {}
 
-void ConvState::check(int64_t slot) const {
-  K3_CHECK(slot >= 0 && slot < slots(), "[conv state] slot {} of {}", slot, slots());
-}
+void ConvState::check(int64_t slot) const { K3_CHECK(slot >= 0 && slot < slots(), "[conv state] slot {} of {}", slot, slots()); }
 
 int64_t ConvState::tokens(int64_t slot) const {
   check(slot);
@@ -31,7 +29,8 @@ void ConvState::copy(int64_t to, int64_t from) {
   check(to), check(from);
   if (to == from) return;
   at_[to] = at_[from];
-  if (buffer_.device() == Device::cpu) std::memcpy(buffer_.data() + to * bytes_per_slot(), buffer_.data() + from * bytes_per_slot(), bytes_per_slot());
+  if (buffer_.device() == Device::cpu)
+    std::memcpy(buffer_.data() + to * bytes_per_slot(), buffer_.data() + from * bytes_per_slot(), bytes_per_slot());
 }
 
 void ConvState::advance(int64_t slot, int64_t n) {

@@ -19,9 +19,7 @@ TEST(conv, backward_equals_complex_step) {
     testing::expect_complex_step(
         {{tokens * 3}, {3 * width}},
         [&]<class S>(const std::vector<const S*>& in, S* out) { ref::conv_silu<S>(in[0], in[1], out, tokens, 3, width); }, tokens * 3,
-        [&](auto in, const double* dy, auto grad) {
-          ref::conv_silu_backward<double>(in[0], in[1], dy, grad[0], grad[1], tokens, 3, width);
-        });
+        [&](auto in, const double* dy, auto grad) { ref::conv_silu_backward<double>(in[0], in[1], dy, grad[0], grad[1], tokens, 3, width); });
 }
 
 // y and dx: chains of `width` terms and a sigmoid; dw: a sum over N tokens. sqrt(terms) * eps with a margin of 8.
@@ -163,8 +161,7 @@ TEST(conv, padding_on_either_side_changes_nothing) {
       EXPECT_TRUE(testing::same_bits(y1.value(), y2.value().row_range(left, left + tokens)));
       EXPECT_TRUE(testing::same_bits(x1.grad(), x2.grad().row_range(left, left + tokens)));
       testing::expect_near(p2.grad, testing::as_double(p1.grad), tolerance(tokens), "dw");
-      for (int64_t i = 0; i < n * d; ++i)
-        EXPECT_TRUE(!b.padding[i / d] || (y2.f32()[i] == 0 && x2.grad().f32()[i] == 0));
+      for (int64_t i = 0; i < n * d; ++i) EXPECT_TRUE(!b.padding[i / d] || (y2.f32()[i] == 0 && x2.grad().f32()[i] == 0));
       // and the state that is handed on
       testing::Step generate(false);
       ConvState s1(1, d, 4), s2(1, d, 4);
@@ -207,7 +204,8 @@ TEST(conv, what_is_no_longer_known_cannot_be_dropped) {
   Values x(60 * d, 1);
   ConvState state(2, d, 4);
   feed(step, p, x, d, 0, 40, state, 0, {40});
-  EXPECT_THAT([&] { state.drop(0, 17); }, testing::throws_error("17 tokens can't be dropped from slot 0: it goes back to token 21 only, and token 20"));
+  EXPECT_THAT([&] { state.drop(0, 17); },
+              testing::throws_error("17 tokens can't be dropped from slot 0: it goes back to token 21 only, and token 20"));
   state.drop(0, 16);
   EXPECT_THAT([&] { state.drop(0, 1); }, testing::throws_error("1 tokens can't be dropped from slot 0: it goes back to token 21 only"));
   feed(step, p, x, d, 24, 26, state, 0, {1});

@@ -7,17 +7,17 @@ namespace k3::cpu {
 
 struct DecayArgs {
   int64_t rows, heads, dim;
-  float lower_bound;    // bounded_decay only
-  const float* z;       // (rows, heads * dim)
-  const float* A_log;   // (heads) and perhaps more
-  const float* bias;    // (heads * dim)
-  float* rate;          // (heads * dim) scratch: e^A_log of each channel's head
-  float* g;             // (rows, heads * dim)
-  const float* dg;      // (rows, heads * dim)
-  float* dz;            // (rows, heads * dim) added to
-  float* dbias;         // (heads * dim)       added to; may be null
-  float* dA_log;        // (heads)             added to; may be null
-  float* dA_channel;    // (heads * dim) scratch: dA_log before the channels of a head are summed
+  float lower_bound;   // bounded_decay only
+  const float* z;      // (rows, heads * dim)
+  const float* A_log;  // (heads) and perhaps more
+  const float* bias;   // (heads * dim)
+  float* rate;         // (heads * dim) scratch: e^A_log of each channel's head
+  float* g;            // (rows, heads * dim)
+  const float* dg;     // (rows, heads * dim)
+  float* dz;           // (rows, heads * dim) added to
+  float* dbias;        // (heads * dim)       added to; may be null
+  float* dA_log;       // (heads)             added to; may be null
+  float* dA_channel;   // (heads * dim) scratch: dA_log before the channels of a head are summed
 };
 
 struct DecayKernels {

@@ -12,20 +12,16 @@ using testing::Values;
 
 TEST(decay, bounded_decay_backward_equals_complex_step) {
   testing::expect_complex_step(
-      {{3 * 8}, {2}, {8}},
-      []<class S>(const std::vector<const S*>& in, S* out) { ref::bounded_decay<S>(in[0], in[1], in[2], S(-5), out, 3, 2, 4); }, 3 * 8,
-      [](auto in, const double* dy, auto grad) {
-        ref::bounded_decay_backward(in[0], in[1], in[2], -5, dy, grad[0], grad[1], grad[2], 3, 2, 4);
-      });
+      {{3 * 8}, {2}, {8}}, []<class S>(const std::vector<const S*>& in, S* out) { ref::bounded_decay<S>(in[0], in[1], in[2], S(-5), out, 3, 2, 4); },
+      3 * 8,
+      [](auto in, const double* dy, auto grad) { ref::bounded_decay_backward(in[0], in[1], in[2], -5, dy, grad[0], grad[1], grad[2], 3, 2, 4); });
 }
 TEST(decay, softplus_decay_backward_equals_complex_step) {
   for (int64_t dim : {1, 4})
     testing::expect_complex_step(
         {{3 * 2 * dim}, {2}, {2 * dim}},
         [&]<class S>(const std::vector<const S*>& in, S* out) { ref::softplus_decay<S>(in[0], in[1], in[2], out, 3, 2, dim); }, 3 * 2 * dim,
-        [&](auto in, const double* dy, auto grad) {
-          ref::softplus_decay_backward(in[0], in[1], in[2], dy, grad[0], grad[1], grad[2], 3, 2, dim);
-        });
+        [&](auto in, const double* dy, auto grad) { ref::softplus_decay_backward(in[0], in[1], in[2], dy, grad[0], grad[1], grad[2], 3, 2, dim); });
 }
 
 // The exponent e^A (z + bias) is rounded before the exponential, which turns |exponent| eps into a relative error: the values below keep it
@@ -98,7 +94,8 @@ TEST(decay, saturated_gates_give_no_nan) {
       for (float A : {-200.0f, 0.0f, 60.0f, 90.0f, 200.0f}) {
         testing::ForceIsa force(isa);
         testing::Step step;
-        Values zs(std::vector<float>{-1e30f, -1e5f, -100, -1, 0, 1, 100, 1e5f, 1e30f}), none(std::vector<float>(9, 0)), ones(std::vector<float>(9, 1));
+        Values zs(std::vector<float>{-1e30f, -1e5f, -100, -1, 0, 1, 100, 1e5f, 1e30f}), none(std::vector<float>(9, 0)),
+            ones(std::vector<float>(9, 1));
         Param a = step.param("A_log", Values(std::vector<float>{A}), {1}), b = step.param("dt_bias", none, {9});
         Var z = step.input(zs, {1, 9}), g = bounded ? bounded_decay(z, a, b, 1, -5) : softplus_decay(z, a, b, 1);
         Values dg(std::vector<float>(9, bounded ? 1.0f : 0.0f));  // where g is -1e30, the gradient through e^g is exactly 0

@@ -5,8 +5,8 @@
 //   l_n = head x_n,   loss_n = log sum_v e^{l_n[v]} - l_n[target_n]           x (N, d), head (V, d), targets i32 (N), kIgnored = not counted
 //   dl_n[v] = weight (softmax(l_n)[v] - [v = target_n]),   dx_n += head^T dl_n,   dhead += sum_n dl_n x_n^T
 //
-// It is the root of the tape: there is no dy. `weight` is what one counted token weighs in the step's loss, usually 1 / (tokens of the
-// whole step), so micro-batches simply add up. With a tape, dhead is added at once, during the forward, and dx when the tape runs.
+// It is the root of the tape: there is no dy, so with a tape both gradients are added at once, during the call. `weight` is what one counted
+// token weighs in the step's loss, usually 1 / (tokens of the whole step); micro-batches simply add up.
 // Ignored rows cost nothing and may hold anything, NaN too. A row's loss has the same bits in any batch and piece, and equals
 // log_probabilities() of sample.h.
 // Scratch: a few megabytes, at least 32 rows of logits (21 MB for 163,840 tokens), whatever N is.

@@ -1,0 +1,114 @@
+#include "k3/ops/loss/loss.h"
+
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "k3/core/error.h"
+#include "k3/core/threads.h"
+#include "k3/ops/linear/linear.h"
+#include "k3/ops/linear/product.h"
+#include "k3/ops/loss/loss_kernels.h"
+#include "k3/tape/tape.h"
+
+namespace k3 {
+
+namespace {
+
+constexpr int64_t kPieceBytes = 8 << 20;
+// Rows whose logits are in memory at once: 8 MB, but not below the 32 rows from which the matrix product is fast. From the vocabulary alone,
+// since dhead is summed piece by piece.
+int64_t rows_of_piece(int64_t vocabulary) { return std::clamp<int64_t>(kPieceBytes / (4 * std::max<int64_t>(1, vocabulary)), 32, 4096); }
+// Rows of a bfloat16 head that are widened at once: whole blocks of the product's order, so that cutting there changes no bit.
+int64_t rows_of_slice(int64_t d) { return std::max<int64_t>(1, kPieceBytes / (4 * std::max<int64_t>(1, d)) / kProductBlock) * kProductBlock; }
+
+void widen(const Tensor& from, float* to) {
+  const bf16* p = from.as<bf16>();
+  parallel_blocks(from.size(), 1 << 16, [&](int64_t a, int64_t b) {
+    for (int64_t i = a; i < b; ++i) to[i] = to_float(p[i]);
+  });
+}
+
+// The rows that count, in order.
+std::vector<int64_t> counted_rows(const Tensor& targets, const Param& head) {
+  std::vector<int64_t> rows;
+  for (int64_t n = 0; n < targets.size(); ++n) {
+    int32_t t = targets.i32()[n];
+    if (t == kIgnored) continue;
+    K3_CHECK(t >= 0 && t < head.value.rows(), "[cross_entropy] the target at position {} is {}, but {} has rows 0 to {} ({} marks an ignored one)", n,
+             t, head.name, head.value.rows() - 1, kIgnored);
+    rows.push_back(n);
+  }
+  return rows;
+}
+
+}  // namespace
+
+Loss cross_entropy(Var x, Param& head, const Tensor& targets, float weight) {
+  Context& c = x.context();
+  int64_t d = x.cols(), vocabulary = head.value.rows();
+  bool wide = head.value.dtype() == DType::f32, data = c.device == Device::cpu;
+  K3_CHECK(head.value.cols() == d, "[cross_entropy] x has {} columns but {} ({}) takes {}", d, head.name, to_string(head.value.shape()),
+           head.value.cols());
+  K3_CHECK(wide || head.value.dtype() == DType::bf16, "[cross_entropy] {} must be F32 or BF16, not {}", head.name, name_of(head.value.dtype()));
+  K3_CHECK(targets.dtype() == DType::i32 && targets.size() == x.rows(), "[cross_entropy] x has {} rows but there are {} targets of {}; needs I32",
+           x.rows(), targets.size(), name_of(targets.dtype()));
+  Loss loss;
+  loss.per_token = c.arena->lend_zeroed(DType::f32, {x.rows()});
+  std::vector<int64_t> rows;
+  if (data) rows = counted_rows(targets, head);
+  loss.count = data ? int64_t(rows.size()) : x.rows();
+  bool gradient = c.tape != nullptr;
+  Tensor dx = gradient ? x.grad() : Tensor(), dhead = gradient ? head.grad : Tensor();
+
+  int64_t piece = std::min(rows_of_piece(vocabulary), x.rows()), slice = wide ? vocabulary : std::min(rows_of_slice(d), vocabulary);
+  Scratch scratch(*c.arena);
+  Tensor xs = scratch.lend(DType::f32, {piece, d}), ls = scratch.lend(DType::f32, {piece, vocabulary});
+  Tensor ts = scratch.lend(DType::i32, {piece}), losses = scratch.lend(DType::f32, {piece});
+  Tensor dxs = gradient ? scratch.lend(DType::f32, {piece, d}) : Tensor();
+  Tensor widened = wide ? Tensor() : scratch.lend(DType::f32, {slice, d});
+
+  double n = double(loss.count), size = double(vocabulary) * double(d), pieces = double((loss.count + piece - 1) / std::max<int64_t>(1, piece));
+  c.cost("cross_entropy", {.flops = (gradient ? 6 : 2) * n * size,
+                           .bytes = pieces * (gradient ? 2 : 1) * double(head.value.bytes()) + (dhead.empty() ? 0 : 8 * pieces * size) +
+                                    4 * n * (double(d) * (gradient ? 4 : 1) + double(vocabulary) * (gradient ? 6 : 3))});
+  if (!data) return loss;
+
+  // f(first, rows, weights) for each slice of the head
+  auto each_slice = [&](auto f) {
+    for (int64_t a = 0; a < vocabulary; a += slice) {
+      Tensor part = head.value.row_range(a, std::min(a + slice, vocabulary));
+      if (!wide) widen(part, widened.f32());
+      f(a, part.rows(), wide ? part.f32() : widened.f32());
+    }
+  };
+  for (int64_t first = 0; first < loss.count; first += piece) {
+    int64_t m = std::min(piece, loss.count - first);
+    const int64_t* row = rows.data() + first;
+    parallel_for(m, [&](int64_t i) {
+      std::memcpy(xs.f32() + i * d, x.f32() + row[i] * d, size_t(d) * sizeof(float));
+      ts.i32()[i] = targets.i32()[row[i]];
+    });
+    each_slice([&](int64_t a, int64_t v, const float* w) { product({m, v, d, xs.f32(), d, false, w, d, true, ls.f32() + a, vocabulary, false}); });
+    cpu::loss().cross_entropy({m, vocabulary, ls.f32(), ts.i32(), losses.f32(), gradient, weight});
+    for (int64_t i = 0; i < m; ++i) loss.per_token.f32()[row[i]] = losses.f32()[i], loss.sum += double(losses.f32()[i]);
+    if (!gradient) continue;
+    each_slice([&](int64_t a, int64_t v, const float* w) {
+      const float* dl = ls.f32() + a;
+      std::vector<Product> both = {{m, d, v, dl, vocabulary, false, w, d, false, dxs.f32(), d, a > 0}};
+      if (!dhead.empty()) both.push_back({v, d, m, dl, vocabulary, true, xs.f32(), d, false, dhead.f32() + a * d, d, true});
+      products(both);
+    });
+    parallel_for(m, [&](int64_t i) {
+      float* to = dx.f32() + row[i] * d;
+      for (int64_t j = 0; j < d; ++j) to[j] += dxs.f32()[i * d + j];
+    });
+  }
+  return loss;
+}
+
+Tensor logits(Var x, Param& head) {
+  return with_tape(x.context(), nullptr, [&] { return linear(x, head).value(); });
+}
+
+}  // namespace k3
