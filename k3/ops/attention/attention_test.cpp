@@ -68,26 +68,32 @@ TEST(attention, cpu_equals_reference_at_every_level) {
       {1, shape(1, 1, 16, 16)},  {2, shape(3, 3, 24, 7)},   {63, shape(4, 2, 17, 33)},  {64, shape(1, 1, 48, 32)},   {65, shape(3, 1, 16, 64)},
       {130, shape(4, 4, 32, 1)}, {300, shape(3, 3, 64, 48)}, {300, shape(4, 1, 40, 24)}, {129, shape(1, 1, 256, 256)},
   };
-  for (auto isa : testing::levels())
-    for (auto& [n, s] : cases) {
+  for (auto& [n, s] : cases) {
+    Inputs in(n, s);
+    auto q = in.q.as_double(), k = in.k.as_double(), v = in.v.as_double(), dy = in.dy.as_double();
+    std::vector<double> y(dy.size()), dq(q.size()), dk(k.size()), dv(v.size()), logit(s.heads);
+    ref::attention(q.data(), k.data(), v.data(), y.data(), n, s.heads, s.kv_heads, s.key_dim, s.value_dim, double(s.scale), logit.data());
+    ref::attention_backward(q.data(), k.data(), v.data(), dy.data(), dq.data(), dk.data(), dv.data(), n, s.heads, s.kv_heads, s.key_dim,
+                            s.value_dim, double(s.scale));
+    for (auto isa : testing::levels()) {
       testing::ForceIsa force(isa);
-      Inputs in(n, s);
       Step step;
       Tensor top = step.arena().lend(DType::f32, {s.heads});
       Call r = run(step, in, Batch::one(n), nullptr, &top);
       step.backward(r.y, in.dy);
-      auto q = in.q.as_double(), k = in.k.as_double(), v = in.v.as_double(), dy = in.dy.as_double();
-      std::vector<double> y(dy.size()), dq(q.size()), dk(k.size()), dv(v.size()), logit(s.heads);
-      ref::attention(q.data(), k.data(), v.data(), y.data(), n, s.heads, s.kv_heads, s.key_dim, s.value_dim, double(s.scale), logit.data());
-      ref::attention_backward(q.data(), k.data(), v.data(), dy.data(), dq.data(), dk.data(), dv.data(), n, s.heads, s.kv_heads, s.key_dim,
-                              s.value_dim, double(s.scale));
       std::string what = std::to_string(n) + " tokens, " + std::to_string(s.heads) + " heads: ";
       testing::expect_near(r.y.value(), y, tolerance(n, s.key_dim), what + "y");
-      testing::expect_near(r.q.grad(), dq, tolerance(n, s.key_dim), what + "dq");
-      testing::expect_near(r.k.grad(), dk, tolerance(n, s.key_dim), what + "dk");
       testing::expect_near(r.v.grad(), dv, tolerance(n, s.key_dim), what + "dv");
       testing::expect_near(top, logit, tolerance(1, s.key_dim), what + "max_logit");
+      if (n == 1) {  // one key: the weight is 1 whatever q and k are; what is left of dy . v - D is rounding
+        for (int64_t i = 0; i < r.q.size(); ++i) EXPECT_NEAR(r.q.grad().f32()[i], 0, 1e-6);
+        for (int64_t i = 0; i < r.k.size(); ++i) EXPECT_NEAR(r.k.grad().f32()[i], 0, 1e-6);
+        continue;
+      }
+      testing::expect_near(r.q.grad(), dq, tolerance(n, s.key_dim), what + "dq");
+      testing::expect_near(r.k.grad(), dk, tolerance(n, s.key_dim), what + "dk");
     }
+  }
 }
 
 TEST(attention, shared_key_heads_equal_repeated_ones) {

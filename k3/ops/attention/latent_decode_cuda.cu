@@ -3,10 +3,11 @@
 // Bound: with 96 heads both memory (2.26 us a page of 64 tokens and multiprocessor) and tensor units (2.23 us); with few heads memory.
 // Split: a block is `split_pages` pages of one row; pages are cut at fixed places of the row's own sequence. Tokens are the rows (M) of every
 // product and heads the columns (N), so 96 heads need no padding and a page is read once:
-//   S^T [64 tokens, H/2]  = C q^T        each of two math warpgroups scores half of the heads
-//   O^T [256 channels, H] += C^T P^T     and owns half of the output channels
-// A third warpgroup feeds a ring of 12 panels, 64 tokens x 64 channels, by tensor copies.
-// Steps: 1 scores, 2 column maxima, 3 running maximum (moved only when it grows by more than 2^8), 4 P, 5 meet, 6 rescale, 7 output product.
+//   S^T [64 tokens, H]    = C q^T        one warpgroup scores, takes the softmax and leaves P in shared memory, a page ahead
+//   O^T [256 channels, H] += C^T P^T     two warpgroups own half of the output channels each
+// The scoring warpgroup's first thread feeds a ring of 12 panels, 64 tokens x 64 channels, by tensor copies. (Giving each output warpgroup half
+// of the scores needs 216 accumulators a thread, and the compiler then serialises the products.)
+// Scoring: 1 scores, 2 column maxima, 3 running maximum (moved only when it grows by more than 2^8) and P. Output: 4 rescale, 5 product.
 // Precision: scores, maxima, sums, outputs float32; P bf16. Partial results of splits are float32, joined in order by a second kernel.
 #include "k3/core/tensor_map.cuh"
 #include "k3/core/tile.cuh"
@@ -23,12 +24,13 @@ struct Plan {
   static constexpr int query = 0;                            // 9 panels [H][64]
   static constexpr int ring = query + kPanels * H * 128;     // 12 panels [64 tokens][64]
   static constexpr int prob = ring + kRing * kPanelBytes;    // [H][64 tokens]
-  static constexpr int maxima = prob + H * 128;              // [2][4 warps][H/2] float
-  static constexpr int factor = maxima + 4 * H * 4;          // [H] float
+  static constexpr int maxima = prob + H * 128;              // [4 warps][H] float
+  static constexpr int top = maxima + 4 * H * 4;             // [2][H] float: running maximum, before and after a page
+  static constexpr int factor = top + 2 * H * 4;             // [H] float: what the maximum's move does to older sums
   static constexpr int total = factor + H * 4;               // [H] float
-  static constexpr int flags = total + H * 4;                // [2] int: does a warpgroup's maximum move
-  static constexpr int barriers = flags + 16;                // full[12], empty[12]
-  static constexpr int bytes = barriers + 2 * kRing * 8 + 1024;
+  static constexpr int flag = total + H * 4;                 // int: did a maximum move
+  static constexpr int barriers = flag + 16;                 // full[12], empty[12], P full, P empty
+  static constexpr int bytes = barriers + 2 * kRing * 8 + 16 + 1024;
 };
 
 template <int H>
@@ -36,7 +38,7 @@ __global__ void __launch_bounds__(384, 1) latent_decode_kernel(const __grid_cons
   extern __shared__ char memory[];
   using P = Plan<H>;
   char* s = memory + ((1024 - (shared_address(memory) & 1023)) & 1023);
-  const uint32_t full = shared_address(s + P::barriers), empty = full + kRing * 8;
+  const uint32_t full = shared_address(s + P::barriers), empty = full + kRing * 8, p_full = empty + kRing * 8, p_empty = p_full + 8;
   const int row = blockIdx.y, split = blockIdx.x, splits = gridDim.x, group = threadIdx.x >> 7, lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3;
   const int length = a.lengths[row], pages = (length + kPageTokens - 1) / kPageTokens;
   const int first = split * a.split_pages, last = min(pages, first + a.split_pages);
@@ -48,134 +50,144 @@ __global__ void __launch_bounds__(384, 1) latent_decode_kernel(const __grid_cons
   }
   if (threadIdx.x == 0) {
     for (int i = 0; i < kRing; ++i) barrier_init(full + i * 8, 1), barrier_init(empty + i * 8, 4);
+    barrier_init(p_full, 128), barrier_init(p_empty, 8);
     barrier_init_done();
   }
   __syncthreads();
 
+  constexpr int HG = 32, J = HG / 8;  // heads of one pass of the scoring warpgroup, in columns of 8
+  float* maxima = reinterpret_cast<float*>(s + P::maxima);
+  float* top = reinterpret_cast<float*>(s + P::top);
+  float* factor = reinterpret_cast<float*>(s + P::factor);
+  float* total = reinterpret_cast<float*>(s + P::total);
+  volatile int* flag = reinterpret_cast<int*>(s + P::flag);
+  const int two = (lane & 3) * 2;
+  const uint64_t ring = describe(shared_address(s + P::ring)), prob = describe(shared_address(s + P::prob));
+
   if (group == 2) {
-    fewer_registers<24>();
-    if (threadIdx.x == 256) {
-      int n = 0;
-      for (int page = first; page < last; ++page) {
-        int where = a.table[int64_t(row) * a.table_stride + page];
-        for (int p = 0; p < kPanels; ++p, ++n) {
-          int slot = n % kRing;
-          wait(empty + slot * 8, (n / kRing & 1) ^ 1);
-          arrive_expect(full + slot * 8, kPanelBytes);
-          tensor_load(shared_address(s + P::ring + slot * kPanelBytes), map, p * 64, 0, where, full + slot * 8);
+    fewer_registers<64>();
+    const int tid = threadIdx.x & 127;
+    // the query, swizzled; heads past the last are zero
+    const nv_bf16* q = static_cast<const nv_bf16*>(a.q) + row * a.q_stride;
+    for (int i = tid; i < H * (kLatentRow / 8); i += 128) {
+      int head = i / (kLatentRow / 8), chunk = i % (kLatentRow / 8);
+      bool valid = head < a.heads;
+      copy16(shared_address(s + P::query + (chunk >> 3) * H * 128 + swizzle128(head, (chunk & 7) * 16)), q + (valid ? head : 0) * kLatentRow + chunk * 8, valid);
+    }
+    copy_commit();
+    if (tid < H) top[tid] = -INFINITY;
+    copy_wait<0>();
+    publish();
+    named_barrier(1, 128);
+
+    const float scale = a.scale * kLog2e;
+    const uint64_t query = describe(shared_address(s + P::query));
+    int asked = 0;
+    auto ask_until = [&](int end) {  // thread 0: panels in order, as places in the ring become free
+      for (end = min(end, (last - first) * kPanels); asked < end; ++asked) {
+        int slot = asked % kRing, page = first + asked / kPanels;
+        wait(empty + slot * 8, (asked / kRing & 1) ^ 1);
+        arrive_expect(full + slot * 8, kPanelBytes);
+        tensor_load(shared_address(s + P::ring + slot * kPanelBytes), map, asked % kPanels * 64, 0, a.table[int64_t(row) * a.table_stride + page], full + slot * 8);
+      }
+    };
+    int n = 0, now = 0, turn = 0;
+    for (int page = first; page < last; ++page, n += kPanels, now ^= H, turn ^= 1) {
+      if (tid == 0) ask_until(n + kPanels);
+      __syncwarp();
+      const int valid = min(kPageTokens, length - page * kPageTokens), token = warp * 16 + (lane >> 2);
+      if (valid < kPageTokens) {  // what lies behind the last token may be anything, NaN too
+#pragma unroll 1
+        for (int p = 0; p < kPanels; ++p) {
+          int slot = (n + p) % kRing;
+          wait(full + slot * 8, (n + p) / kRing & 1);
+          for (int i = valid * 8 + tid; i < 64 * 8; i += 128) reinterpret_cast<uint4*>(s + P::ring + slot * kPanelBytes)[i] = make_uint4(0, 0, 0, 0);
+        }
+        publish();
+        named_barrier(1, 128);
+      }
+      bool moved = false;
+#pragma unroll 1
+      for (int pass = 0; pass < H / HG; ++pass) {
+        const int head0 = pass * HG;
+        // 1. scores
+        float S[HG / 2];
+#pragma unroll
+        for (int i = 0; i < HG / 2; ++i) S[i] = 0.f;
+        warpgroup_fence();
+#pragma unroll 1
+        for (int p = 0; p < kPanels; ++p) {
+          int slot = (n + p) % kRing;
+          if (pass == 0) wait(full + slot * 8, (n + p) / kRing & 1);
+          const uint64_t panel = ring + slot * (kPanelBytes / 16), q_panel = query + (p * H + head0) * (128 / 16);
+#pragma unroll
+          for (int k = 0; k < 4; ++k) wgmma<HG, 0, 0>(S, panel + k * 2, q_panel + k * 2, 1);
+        }
+        warpgroup_commit();
+        warpgroup_wait<0>();
+        pin(S);
+        if (pass == H / HG - 1 && lane == 0) arrive(empty + (n + 8) % kRing * 8);  // the shared 64 channels are no values
+        if (pass == 0 && tid == 0) ask_until(n + kRing);
+        __syncwarp();
+        // 2. column maxima over the 64 tokens
+#pragma unroll
+        for (int j = 0; j < J; ++j) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) S[4 * j + i] = token + 8 * (i >> 1) < valid ? S[4 * j + i] * scale : -INFINITY;
+          float2 m = make_float2(fmaxf(S[4 * j], S[4 * j + 2]), fmaxf(S[4 * j + 1], S[4 * j + 3]));
+#pragma unroll
+          for (int x = 4; x < 32; x <<= 1) m.x = fmaxf(m.x, __shfl_xor_sync(~0u, m.x, x)), m.y = fmaxf(m.y, __shfl_xor_sync(~0u, m.y, x));
+          if (lane < 4) *reinterpret_cast<float2*>(maxima + warp * H + head0 + j * 8 + two) = m;
+        }
+        if (pass == 0) wait(p_empty, turn ^ 1);  // the output warpgroups have read the page before
+        named_barrier(1, 128);
+        // 3. running maximum; P, transposed into [head][token]
+#pragma unroll
+        for (int j = 0; j < J; ++j) {
+          const int column = head0 + j * 8 + two;
+          float2 m = *reinterpret_cast<float2*>(maxima + column);
+#pragma unroll
+          for (int w = 1; w < 4; ++w) {
+            float2 x = *reinterpret_cast<float2*>(maxima + w * H + column);
+            m.x = fmaxf(m.x, x.x), m.y = fmaxf(m.y, x.y);
+          }
+          float2 f = make_float2(1.f, 1.f), t = *reinterpret_cast<float2*>(top + now + column);
+          if (m.x > t.x + 8.f) f.x = ex2(t.x - m.x), t.x = m.x, moved = true;
+          if (m.y > t.y + 8.f) f.y = ex2(t.y - m.y), t.y = m.y, moved = true;
+          if (warp == 0 && lane < 4) {
+            *reinterpret_cast<float2*>(factor + column) = f;
+            *reinterpret_cast<float2*>(top + (now ^ H) + column) = t;
+          }
+#pragma unroll
+          for (int i = 0; i < 4; ++i) S[4 * j + i] = ex2(S[4 * j + i] - (i & 1 ? t.y : t.x));
+        }
+#pragma unroll
+        for (int j = 0; j < J; j += 2) {
+          uint32_t r[4];
+#pragma unroll
+          for (int i = 0; i < 4; ++i) r[i] = pack(S[4 * j + 2 * i], S[4 * j + 2 * i + 1]);
+          stmatrix4_transposed(shared_address(s + P::prob + swizzle128(head0 + (j + (lane >> 4)) * 8 + (lane & 7), (2 * warp + ((lane >> 3) & 1)) * 16)), r);
         }
       }
+      moved = __any_sync(~0u, moved);
+      if (tid == 0) *flag = moved;
+      publish();
+      arrive(p_full);
     }
     return;
   }
-  more_registers<240>();
 
-  // the query, swizzled; heads past the last are zero
-  const nv_bf16* q = static_cast<const nv_bf16*>(a.q) + row * a.q_stride;
-  for (int i = threadIdx.x; i < H * (kLatentRow / 8); i += 256) {
-    int head = i / (kLatentRow / 8), chunk = i % (kLatentRow / 8);
-    bool valid = head < a.heads;
-    copy16(shared_address(s + P::query + (chunk >> 3) * H * 128 + swizzle128(head, (chunk & 7) * 16)), q + (valid ? head : 0) * kLatentRow + chunk * 8, valid);
-  }
-  copy_commit();
-  copy_wait<0>();
-  publish();
-  named_barrier(1, 256);
-
-  constexpr int HG = H / 2, J = HG / 8;  // heads a warpgroup scores, in columns of 8
-  float* maxima = reinterpret_cast<float*>(s + P::maxima) + group * 4 * HG;
-  float* factor = reinterpret_cast<float*>(s + P::factor);
-  float* total = reinterpret_cast<float*>(s + P::total);
-  volatile int* flags = reinterpret_cast<int*>(s + P::flags);
-  const float scale = a.scale * kLog2e;
-  const int two = (lane & 3) * 2;
-  float O[4][H / 2], top[J][2], sum[J][2];
+  more_registers<224>();
+  float O[4][H / 2], sum = 0.f;  // sum of P: thread 2h + i adds tokens 32i..32i+31 of head h
 #pragma unroll
   for (int i = 0; i < 4; ++i)
 #pragma unroll
     for (int j = 0; j < H / 2; ++j) O[i][j] = 0.f;
-#pragma unroll
-  for (int j = 0; j < J; ++j) top[j][0] = top[j][1] = -INFINITY, sum[j][0] = sum[j][1] = 0.f;
-  const uint64_t query = describe(shared_address(s + P::query + group * HG * 128)), prob = describe(shared_address(s + P::prob));
-
-  int n = 0;
-  for (int page = first; page < last; ++page, n += kPanels) {
-    const int valid = min(kPageTokens, length - page * kPageTokens);
-    if (valid < kPageTokens) {  // what lies behind the last token may be anything, NaN too
-#pragma unroll 1
-      for (int p = 0; p < kPanels; ++p) {
-        int slot = (n + p) % kRing;
-        wait(full + slot * 8, (n + p) / kRing & 1);
-        for (int i = valid * 8 + threadIdx.x; i < 64 * 8; i += 256) reinterpret_cast<uint4*>(s + P::ring + slot * kPanelBytes)[i] = make_uint4(0, 0, 0, 0);
-      }
-      publish();
-      named_barrier(1, 256);
-    }
-    // 1. scores
-    float S[HG / 2];
-    warpgroup_fence();
-#pragma unroll
-    for (int p = 0; p < kPanels; ++p) {
-      int slot = (n + p) % kRing;
-      wait(full + slot * 8, (n + p) / kRing & 1);
-      const uint64_t panel = describe(shared_address(s + P::ring) + slot * kPanelBytes);
-#pragma unroll
-      for (int k = 0; k < 4; ++k) wgmma<HG, 0, 0>(S, panel + k * 2, query + p * (H * 128 / 16) + k * 2, p + k > 0);
-    }
-    warpgroup_commit();
-    warpgroup_wait<0>();
-    pin(S);
-    // 2. column maxima over the 64 tokens
-    const int token = warp * 16 + (lane >> 2);
-#pragma unroll
-    for (int j = 0; j < J; ++j) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) S[4 * j + i] = token + 8 * (i >> 1) < valid ? S[4 * j + i] * scale : -INFINITY;
-      float2 m = make_float2(fmaxf(S[4 * j], S[4 * j + 2]), fmaxf(S[4 * j + 1], S[4 * j + 3]));
-#pragma unroll
-      for (int x = 4; x < 32; x <<= 1) m.x = fmaxf(m.x, __shfl_xor_sync(~0u, m.x, x)), m.y = fmaxf(m.y, __shfl_xor_sync(~0u, m.y, x));
-      if (lane < 4) *reinterpret_cast<float2*>(maxima + warp * HG + j * 8 + two) = m;
-    }
-    if ((threadIdx.x & 127) == 0) flags[group] = 0;
-    named_barrier(1, 256);  // also: both output products of the page before are done, P may be written
-    // 3. running maximum
-    bool moved = false;
-#pragma unroll
-    for (int j = 0; j < J; ++j) {
-      float2 m = *reinterpret_cast<float2*>(maxima + j * 8 + two);
-#pragma unroll
-      for (int w = 1; w < 4; ++w) {
-        float2 x = *reinterpret_cast<float2*>(maxima + w * HG + j * 8 + two);
-        m.x = fmaxf(m.x, x.x), m.y = fmaxf(m.y, x.y);
-      }
-      float2 f = make_float2(1.f, 1.f);
-      if (m.x > top[j][0] + 8.f) f.x = ex2(top[j][0] - m.x), top[j][0] = m.x, moved = true;
-      if (m.y > top[j][1] + 8.f) f.y = ex2(top[j][1] - m.y), top[j][1] = m.y, moved = true;
-      sum[j][0] *= f.x, sum[j][1] *= f.y;
-      if (warp == 0 && lane < 4) *reinterpret_cast<float2*>(factor + group * HG + j * 8 + two) = f;
-    }
-    if (warp == 0 && moved) flags[group] = 1;
-    // 4. P, transposed into [head][token]
-#pragma unroll
-    for (int j = 0; j < J; j += 2) {
-      uint32_t r[4];
-#pragma unroll
-      for (int jj = 0; jj < 2; ++jj) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          float p0 = ex2(S[4 * (j + jj) + 2 * h] - top[j + jj][0]), p1 = ex2(S[4 * (j + jj) + 2 * h + 1] - top[j + jj][1]);
-          sum[j + jj][0] += p0, sum[j + jj][1] += p1;
-          r[2 * jj + h] = pack(p0, p1);
-        }
-      }
-      stmatrix4_transposed(shared_address(s + P::prob + swizzle128(group * HG + (j + (lane >> 4)) * 8 + (lane & 7), (2 * warp + ((lane >> 3) & 1)) * 16)), r);
-    }
-    publish();
-    // 5. meet: P and factors are complete, all scores are done
-    named_barrier(1, 256);
-    if (group == 0 && lane == 0) arrive(empty + (n + 8) % kRing * 8);  // the shared 64 channels are no values
-    // 6. rescale
-    if (flags[0] | flags[1]) {
+  int n = group * 4, now = 0, turn = 0;
+  for (int page = first; page < last; ++page, n += kPanels, now ^= H, turn ^= 1) {
+    wait(p_full, turn);
+    // 4. rescale
+    if (*flag) {
 #pragma unroll
       for (int j = 0; j < H / 8; ++j) {
         float2 f = *reinterpret_cast<float2*>(factor + j * 8 + two);
@@ -183,39 +195,44 @@ __global__ void __launch_bounds__(384, 1) latent_decode_kernel(const __grid_cons
         for (int i = 0; i < 4; ++i) O[i][4 * j] *= f.x, O[i][4 * j + 1] *= f.y, O[i][4 * j + 2] *= f.x, O[i][4 * j + 3] *= f.y;
       }
     }
-    // 7. O^T += C^T P^T
+    // 5. O^T += C^T P^T; panels are given back as they are done
     warpgroup_fence();
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const uint64_t panel = describe(shared_address(s + P::ring) + (n + group * 4 + i) % kRing * kPanelBytes);
+      const uint64_t panel = ring + (n + i) % kRing * (kPanelBytes / 16);
 #pragma unroll
       for (int k = 0; k < 4; ++k) wgmma<H, 1, 0>(O[i], panel + k * 2048 / 16, prob + k * 2, 1);
+      warpgroup_commit();
     }
-    warpgroup_commit();
+    if (threadIdx.x < 2 * H) {
+      const int head = threadIdx.x >> 1;
+      sum *= factor[head];
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        uint4 u = *reinterpret_cast<const uint4*>(s + P::prob + swizzle128(head, ((threadIdx.x & 1) * 4 + c) * 16));
+        sum += ((low(u.x) + high(u.x)) + (low(u.y) + high(u.y))) + ((low(u.z) + high(u.z)) + (low(u.w) + high(u.w)));
+      }
+    }
+    auto give_back = [&](int i) {
+      if (lane == 0) arrive(empty + (n + i) % kRing * 8);
+    };
+    warpgroup_wait<3>();
+    give_back(0);
+    warpgroup_wait<2>();
+    give_back(1);
+    warpgroup_wait<1>();
+    give_back(2);
     warpgroup_wait<0>();
+    give_back(3);
 #pragma unroll
     for (int i = 0; i < 4; ++i) pin(O[i]);
-    if (lane == 0) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) arrive(empty + (n + group * 4 + i) % kRing * 8);
-    }
+    __syncwarp();
+    if (lane == 0) arrive(p_empty);
   }
 
-  // sums over the tokens: lanes, then the four warps in order
-#pragma unroll
-  for (int j = 0; j < J; ++j) {
-    float2 t = make_float2(sum[j][0], sum[j][1]);
-#pragma unroll
-    for (int x = 4; x < 32; x <<= 1) t.x += __shfl_xor_sync(~0u, t.x, x), t.y += __shfl_xor_sync(~0u, t.y, x);
-    if (lane < 4) *reinterpret_cast<float2*>(maxima + warp * HG + j * 8 + two) = t;
-    if (warp == 0 && lane < 4) *reinterpret_cast<float2*>(factor + group * HG + j * 8 + two) = make_float2(top[j][0], top[j][1]);
-  }
-  named_barrier(1, 256);
-  if (threadIdx.x < H) {
-    const float* m = reinterpret_cast<float*>(s + P::maxima) + (threadIdx.x / HG) * 4 * HG + threadIdx.x % HG;
-    total[threadIdx.x] = m[0] + m[HG] + m[2 * HG] + m[3 * HG];
-  }
-  named_barrier(1, 256);
+  sum += __shfl_xor_sync(~0u, sum, 1);
+  if (threadIdx.x < 2 * H && !(threadIdx.x & 1)) total[threadIdx.x >> 1] = sum;
+  named_barrier(2, 256);
   if (pages <= a.split_pages) {  // the only split: normalise, transpose through the query's place, store rows of 512
     char* stage = s + P::query;
 #pragma unroll
@@ -230,12 +247,12 @@ __global__ void __launch_bounds__(384, 1) latent_decode_kernel(const __grid_cons
         stmatrix4_transposed(shared_address(stage + (j * 8 + (lane & 7)) * (kLatent * 2 + 16) + channel * 2), u);
       }
     }
-    named_barrier(1, 256);
+    named_barrier(2, 256);
     for (int i = threadIdx.x; i < a.heads * (kLatent / 8); i += 256)
       *reinterpret_cast<uint4*>(out + i * 8) = *reinterpret_cast<uint4*>(stage + i / 64 * (kLatent * 2 + 16) + i % 64 * 16);
   } else {
     float* part = a.partial + (int64_t(row) * splits + split) * a.heads * (kLatent + 2);
-    for (int i = threadIdx.x; i < a.heads; i += 256) part[i] = factor[i], part[a.heads + i] = total[i];
+    for (int i = threadIdx.x; i < a.heads; i += 256) part[i] = top[now + i], part[a.heads + i] = total[i];
     part += 2 * a.heads;
 #pragma unroll
     for (int i = 0; i < 4; ++i)

@@ -78,25 +78,31 @@ TEST(mla, backward_equals_complex_step) {
 TEST(mla, cpu_equals_reference_at_every_level) {
   const std::pair<int64_t, MlaShape> cases[] = {{1, shape(1, 16, 8, 16, 24)},   {2, shape(3, 17, 5, 9, 20)},    {65, shape(4, 32, 16, 24, 48)},
                                                 {130, shape(3, 16, 16, 40, 33)}, {300, shape(1, 24, 8, 32, 64)}};
-  for (auto isa : testing::levels())
-    for (auto& [n, s] : cases) {
+  for (auto& [n, s] : cases) {
+    Inputs in(n, s);
+    std::vector<double> logit, y = reference(in, &logit), dq(in.q.size()), dc(in.c.size()), dk_pe(in.k_pe.size()), dkv_b(in.kv_b.size());
+    ref::mla_attention_backward(in.q.as_double().data(), in.c.as_double().data(), in.k_pe.as_double().data(), in.kv_b.as_double().data(),
+                                in.dy.as_double().data(), dq.data(), dc.data(), dk_pe.data(), dkv_b.data(), n, ref_shape(s));
+    for (auto isa : testing::levels()) {
       testing::ForceIsa force(isa);
-      Inputs in(n, s);
       Step step;
       Tensor top = step.arena().lend(DType::f32, {s.heads});
       Call r = run(step, in, Batch::one(n), nullptr, &top);
       step.backward(r.y, in.dy);
-      std::vector<double> logit, y = reference(in, &logit), dq(in.q.size()), dc(in.c.size()), dk_pe(in.k_pe.size()), dkv_b(in.kv_b.size());
-      ref::mla_attention_backward(in.q.as_double().data(), in.c.as_double().data(), in.k_pe.as_double().data(), in.kv_b.as_double().data(),
-                                  in.dy.as_double().data(), dq.data(), dc.data(), dk_pe.data(), dkv_b.data(), n, ref_shape(s));
       std::string what = std::to_string(n) + " tokens: ";
       testing::expect_near(r.y.value(), y, tolerance(n, s), what + "y");
-      testing::expect_near(r.q.grad(), dq, tolerance(n, s), what + "dq");
       testing::expect_near(r.c.grad(), dc, tolerance(n, s), what + "dc");
-      testing::expect_near(r.k_pe.grad(), dk_pe, tolerance(n, s), what + "dk_pe");
       testing::expect_near(r.kv_b->grad, dkv_b, tolerance(n, s), what + "dkv_b");
       testing::expect_near(top, logit, tolerance(1, s), what + "max_logit");
+      if (n == 1) {  // one key: the weight is 1 whatever q and k are; what is left of dy . v - D is rounding
+        for (int64_t i = 0; i < r.q.size(); ++i) EXPECT_NEAR(r.q.grad().f32()[i], 0, 1e-6);
+        for (int64_t i = 0; i < r.k_pe.size(); ++i) EXPECT_NEAR(r.k_pe.grad().f32()[i], 0, 1e-6);
+        continue;
+      }
+      testing::expect_near(r.q.grad(), dq, tolerance(n, s), what + "dq");
+      testing::expect_near(r.k_pe.grad(), dk_pe, tolerance(n, s), what + "dk_pe");
     }
+  }
 }
 
 // Prefill, then a piece of 3, then decode across tile borders, on every level; both ways of keeping the cache.
@@ -147,11 +153,11 @@ TEST(mla, decode_equals_prefill_beside_other_sequences) {
 
 // The absorbed form rounds differently: the same tolerance against the reference as the expanded one.
 TEST(mla, absorbed_equals_expanded) {
-  for (auto isa : testing::levels())
-    for (auto& [n, s] : {std::pair{int64_t(150), shape(3, 16, 8, 20, 40)}, {1100, shape(4, 32, 16, 24, 48)}, {5, shape(1, 17, 3, 9, 20)}}) {
+  for (auto& [n, s] : {std::pair{int64_t(150), shape(3, 16, 8, 20, 40)}, {1100, shape(2, 16, 8, 24, 32)}, {5, shape(1, 17, 3, 9, 20)}}) {
+    Inputs in(n, s);
+    std::vector<double> logit, want = reference(in, &logit);
+    for (auto isa : testing::levels()) {
       testing::ForceIsa force(isa);
-      Inputs in(n, s);
-      std::vector<double> logit, want = reference(in, &logit);
       Step step(false);
       step.context.deterministic = false;
       LatentCache cache(1, s);
@@ -167,6 +173,7 @@ TEST(mla, absorbed_equals_expanded) {
       }
       for (int64_t h = 0; h < s.heads; ++h) EXPECT_NEAR(seen[h], logit[h], 1e-4);
     }
+  }
 }
 
 TEST(mla, absorbed_rows_do_not_depend_on_the_batch_or_the_threads) {
