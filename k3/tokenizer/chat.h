@@ -11,6 +11,7 @@
 //   XTML (K3)     <|open|>message role="user"<|sep|>Hi<|close|>message<|sep|><|end_of_msg|><|open|>message role="assistant"<|sep|><|open|>think<|sep|>
 //   Kimi-Linear   <|im_user|>user<|im_middle|>Hi<|im_end|><|im_assistant|>assistant<|im_middle|>
 //
+// Kimi-Linear's format has no words for thinking, effort, tool_choice and response_format: there the caller sees to them.
 // Errors say which message is at fault: unknown role, a tool result that answers no call, names with control characters, an unknown effort.
 #include <cstdint>
 #include <string>
@@ -61,17 +62,5 @@ ChatFormat chat_format(const Tokenizer&);  // Error when the tokenizer has the s
 std::vector<Segment> render_chat(ChatFormat, const std::vector<Message>&, const ChatOptions&);
 std::vector<Segment> render_chat(const Tokenizer&, const std::vector<Message>&, const ChatOptions&);
 std::vector<int32_t> encode(const Tokenizer&, const std::vector<Segment>&);
-
-// JSON as the formats print it: keys sorted or as they come, "," and ":" or ", " and ": ", characters beyond ASCII as they are, numbers as
-// Python prints them.
-enum class JsonStyle { sorted_compact, in_order_spaced };
-std::string print_json(std::string_view json, JsonStyle);
-
-// The members of a JSON object, one level deep: strings decoded, every other value as it stands in the source. False if it is no object;
-// what follows the closing brace is not looked at.
-struct JsonMember {
-  std::string key, type, value;  // type: string number boolean null object array
-};
-bool parse_members(std::string_view json, std::vector<JsonMember>& members);
 
 }  // namespace k3

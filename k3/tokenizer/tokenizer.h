@@ -44,6 +44,7 @@ class Tokenizer {
   std::optional<int32_t> special(std::string_view name) const;
   int32_t bos() const { return named("bos_token", bos_); }  // an Error when tokenizer_config.json names none
   int32_t eos() const { return named("eos_token", eos_); }
+  bool has_eos() const { return eos_ >= 0; }
   int32_t pad() const { return named("pad_token", pad_); }
   uint64_t hash() const { return hash_; }          // of all tokens and names: stands in data files, so that ids meet the right tokenizer
   const Bpe& bpe() const { return bpe_; }
