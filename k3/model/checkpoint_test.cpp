@@ -1,0 +1,212 @@
+#include "k3/model/checkpoint.h"
+
+#include <gtest/gtest.h>
+
+#include <filesystem>
+#include <fstream>
+#include <nlohmann/json.hpp>
+
+#include "k3/model/testing.h"
+
+namespace k3 {
+namespace {
+
+namespace fs = std::filesystem;
+using testing::throws_error;
+
+class Folder {
+ public:
+  explicit Folder(const std::string& name) : path(fs::path(::testing::TempDir()) / ("k3_" + name + std::to_string(getpid()))) {
+    fs::remove_all(path);
+  }
+  ~Folder() { fs::remove_all(path); }
+  std::string str() const { return path.string(); }
+  fs::path path;
+};
+
+std::unique_ptr<Model> made(Config c) {
+  c.finish();
+  auto m = std::make_unique<Model>(c);
+  testing::fill(*m);
+  return m;
+}
+
+std::vector<float> hidden(Model& m) {
+  testing::Step step(false);
+  auto ids = testing::some_ids(12, m.config().vocab_size);
+  Tensor t = m.forward(step.context, testing::tensor_of(ids), Batch::one(12)).value();
+  return {t.f32(), t.f32() + t.size()};
+}
+
+std::vector<float> hidden_of(const std::string& folder, bool for_training = false) {
+  Config c = Config::load(folder);
+  c.finish();
+  Model m(c);
+  Snapshot s(folder);
+  load(m, s, {for_training});
+  return hidden(m);
+}
+
+TEST(checkpoint, saved_and_loaded_is_the_same_model) {
+  for (const Config& c : {testing::tiny_k3(), testing::tiny_linear()}) {
+    Folder f("round");
+    auto m = made(c);
+    save(*m, f.str(), 20000);  // many shards
+    EXPECT_TRUE(fs::exists(f.path / "model.safetensors.index.json"));
+    EXPECT_EQ(hidden_of(f.str()), hidden(*m));
+    EXPECT_EQ(hidden_of(f.str(), true), hidden(*m));
+  }
+}
+
+TEST(checkpoint, names_and_shapes_are_the_published_ones) {
+  Folder f("names");
+  auto m = made(testing::tiny_k3());
+  save(*m, f.str());
+  Snapshot s(f.str());
+  auto shape = [&](const std::string& name) {
+    const StoredTensor* t = s.find("language_model.model." + name);
+    return t ? to_string(t->shape) : "absent";
+  };
+  EXPECT_EQ(shape("layers.0.self_attn.A_log"), "16");  // padded to the head width, as the releases have it
+  EXPECT_EQ(shape("layers.0.self_attn.q_conv1d.weight"), "48 x 1 x 4");
+  EXPECT_EQ(shape("layers.0.mlp.gate_proj.weight"), "56 x 48");
+  EXPECT_EQ(shape("layers.0.self_attention_res_proj.weight"), "1 x 48");
+  EXPECT_EQ(shape("layers.3.self_attn.kv_a_proj_with_mqa.weight"), "32 x 48");
+  EXPECT_EQ(shape("layers.3.self_attn.g_proj.weight"), "48 x 48");
+  EXPECT_EQ(shape("layers.1.block_sparse_moe.gate.e_score_correction_bias"), "16");
+  EXPECT_EQ(shape("layers.1.block_sparse_moe.experts.15.w2.weight"), "32 x 24");
+  EXPECT_EQ(shape("layers.1.block_sparse_moe.shared_experts.down_proj.weight"), "48 x 48");
+  EXPECT_EQ(shape("layers.1.block_sparse_moe.routed_expert_norm.weight"), "32");
+  EXPECT_EQ(shape("output_attn_res_norm.weight"), "48");
+  EXPECT_NE(s.find("language_model.lm_head.weight"), nullptr);
+  Config c = Config::load(f.str());
+  EXPECT_EQ(c.full_attn_layers, (std::vector<int64_t>{4, 8, 9}));
+}
+
+TEST(checkpoint, other_spellings_are_accepted) {
+  Folder f("spelling");
+  auto m = made(testing::tiny_k3());
+  save(*m, f.str());
+  Snapshot s(f.str());
+  std::vector<NamedTensor> tensors;
+  for (const StoredTensor& t : s.tensors()) {
+    std::string name = t.name;
+    auto swap = [&](const std::string& from, const std::string& to) {
+      if (size_t at = name.find(from); at != std::string::npos) name.replace(at, from.size(), to);
+    };
+    swap(".mlp.", ".block_sparse_moe."), swap("attention_res_norm.weight", "attention_res.norm_weight"),
+        swap("mlp_res_proj.weight", "mlp_res.proj_weight");
+    swap("output_attn_res_proj.weight", "output_attn_res.proj_weight");
+    tensors.push_back({name, s.view(t)});
+  }
+  Folder g("spelling2");
+  write_snapshot(g.str(), tensors);
+  fs::copy(f.path / "config.json", g.path / "config.json");
+  EXPECT_EQ(hidden_of(g.str()), hidden(*m));
+}
+
+// Writes the model's tensors after `change` saw them.
+template <class F>
+void rewrite(const std::string& folder, F change) {
+  Snapshot s(folder);
+  std::vector<NamedTensor> tensors;
+  std::vector<std::vector<char>> keep;
+  keep.reserve(s.tensors().size() + 4);
+  for (const StoredTensor& t : s.tensors()) {
+    Tensor v = s.view(t);
+    auto& bytes = keep.emplace_back(static_cast<char*>(v.data()), static_cast<char*>(v.data()) + v.bytes());
+    tensors.push_back({t.name, Tensor(bytes.data(), v.dtype(), v.shape())});
+  }
+  change(tensors);
+  write_snapshot(folder, tensors);
+}
+
+TEST(checkpoint, missing_extra_and_wrong_tensors_are_named) {
+  auto m = made(testing::tiny_k3());
+  const std::string name = "language_model.model.layers.3.self_attn.o_proj.weight";
+  auto with = [&](auto change) {
+    Folder f("bad");
+    save(*m, f.str());
+    rewrite(f.str(), change);
+    return hidden_of(f.str());
+  };
+  EXPECT_THAT([&] { with([&](auto& t) { std::erase_if(t, [&](auto& x) { return x.name == name; }); }); },
+              throws_error("lacks 1 tensors that its config asks for: " + name));
+  EXPECT_THAT([&] { with([&](auto& t) {
+                      t.push_back({"language_model.model.surprise", t[0].value});
+                    }); },
+              throws_error("holds 1 tensors that its config has no place for: language_model.model.surprise"));
+  EXPECT_THAT(
+      [&] {
+        with([&](auto& t) {
+          for (auto& x : t)
+            if (x.name == name) x.value = x.value.reshape({24, 96});
+        });
+      },
+      throws_error("is 24 x 96 but this config needs 48 x 48"));
+}
+
+TEST(checkpoint, a_decay_vector_longer_than_the_heads_must_end_in_zeros) {
+  auto m = made(testing::tiny_k3());
+  auto with = [&](std::vector<float> values) {
+    Folder f("A_log");
+    save(*m, f.str());
+    rewrite(f.str(), [&](auto& t) {
+      for (auto& x : t)
+        if (x.name.ends_with("layers.0.self_attn.A_log")) x.value = Tensor(values.data(), DType::f32, {int64_t(values.size())});
+    });
+    return hidden_of(f.str());
+  };
+  EXPECT_EQ(with({0, 0, 0}), hidden(*m));
+  EXPECT_EQ(with({0, 0, 0, 0, 0, 0, 0, 0}), hidden(*m));
+  EXPECT_THAT([&] { with({0, 0, 0, 0, 0, 1, 0, 0}); }, throws_error("has 8 values for 3 heads; the rest must be zero but value 5 is 1"));
+  EXPECT_THAT([&] { with({0, 0}); }, throws_error("is 2 but this config needs 3"));
+}
+
+TEST(checkpoint, a_damaged_file_is_refused_before_it_is_used) {
+  auto m = made(testing::tiny_linear());
+  Folder f("damage");
+  save(*m, f.str());
+  const fs::path file = f.path / "model.safetensors";
+  const std::string good = read_file(file);
+  auto with = [&](const std::string& bytes) {
+    std::ofstream(file, std::ios::binary) << bytes;
+    Snapshot s(f.str());
+  };
+  EXPECT_THAT([&] { with(good.substr(0, good.size() - 1)); }, throws_error("it is cut, download it again"));
+  EXPECT_THAT([&] { with(good.substr(0, good.size() / 2)); }, throws_error("it is cut, download it again"));
+  EXPECT_THAT([&] { with(good.substr(0, 100)); }, throws_error("must have a header of"));
+  EXPECT_THAT([&] { with(""); }, throws_error("cut or empty"));
+  EXPECT_THAT([&] { with(good + "x"); }, throws_error("something was appended"));
+  std::string text = good;
+  text[8] = '!';
+  EXPECT_THAT([&] { with(text); }, throws_error("not valid JSON"));
+  with(good);
+}
+
+TEST(checkpoint, shards_and_index_must_agree) {
+  auto m = made(testing::tiny_k3());
+  auto with = [&](auto change) {
+    Folder f("shards");
+    save(*m, f.str(), 60000);
+    change(f.path);
+    Snapshot s(f.str());
+  };
+  EXPECT_THAT([&] { with([](const fs::path& p) { fs::remove(p / "model-00002-of-000006.safetensors"); }); },
+              ::testing::ThrowsMessage<Error>(::testing::HasSubstr("but that file is not there")));
+  EXPECT_THAT([&] { with([](const fs::path& p) { fs::copy(p / "model-00001-of-000006.safetensors", p / "model-00099-of-000006.safetensors"); }); },
+              throws_error("is in the folder but not in"));
+  auto edit = [](const fs::path& p, auto f) {
+    fs::path index = p / "model.safetensors.index.json";
+    nlohmann::json j = nlohmann::json::parse(read_file(index));
+    f(j["weight_map"]);
+    write_file(index, j.dump());
+  };
+  EXPECT_THAT([&] { with([&](const fs::path& p) { edit(p, [](auto& map) { map["nothing.weight"] = "model-00001-of-000006.safetensors"; }); }); },
+              throws_error("promises tensor nothing.weight"));
+  EXPECT_THAT([&] { with([&](const fs::path& p) { edit(p, [](auto& map) { map.erase("language_model.lm_head.weight"); }); }); },
+              throws_error("tensors but"));
+}
+
+}  // namespace
+}  // namespace k3

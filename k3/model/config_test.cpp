@@ -1,0 +1,120 @@
+#include "k3/model/config.h"
+
+#include <gtest/gtest.h>
+
+#include <nlohmann/json.hpp>
+
+#include "k3/model/testing.h"
+
+namespace k3 {
+namespace {
+
+using nlohmann::json;
+using testing::throws_error;
+
+json official(bool k3) {
+  Config c = k3 ? testing::tiny_k3() : testing::tiny_linear();
+  c.finish();
+  return c.to_json();
+}
+Config finished(const json& j) {
+  Config c = Config::parse(j);
+  c.finish();
+  return c;
+}
+
+TEST(config, printing_and_parsing_gives_the_same_config) {
+  for (bool k3 : {true, false}) EXPECT_EQ(finished(official(k3)).to_json(), official(k3));
+}
+
+TEST(config, the_published_layer_lists_count_from_one) {
+  json j = official(true);
+  std::vector<int64_t> full, kda;
+  for (int64_t n = 4; n <= 92; n += 4) full.push_back(n);
+  full.push_back(93);
+  for (int64_t n = 1; n <= 91; ++n)
+    if (n % 4) kda.push_back(n);
+  j["text_config"]["num_hidden_layers"] = 93;
+  j["text_config"]["linear_attn_config"]["full_attn_layers"] = full;
+  j["text_config"]["linear_attn_config"]["kda_layers"] = kda;
+  Config c = finished(j);
+  EXPECT_EQ(std::count(c.mixer_of_layer.begin(), c.mixer_of_layer.end(), "kda"), 69);
+  EXPECT_EQ(std::count(c.mixer_of_layer.begin(), c.mixer_of_layer.end(), "mla"), 24);
+  EXPECT_EQ(c.mixer_of_layer[91], "mla");
+  EXPECT_EQ(c.mixer_of_layer[92], "mla");
+  EXPECT_EQ(c.mixer_of_layer[0], "kda");
+}
+
+TEST(config, layer_lists_that_cannot_be_are_refused_with_the_layer) {
+  auto with = [](const char* list, const json& value) {
+    json j = official(true);
+    j["text_config"]["linear_attn_config"][list] = value;
+    finished(j);
+  };
+  EXPECT_THAT([&] { with("full_attn_layers", {0, 4, 8, 9}); }, throws_error("names layer 0, but layers are counted from 1 to 9"));
+  EXPECT_THAT([&] { with("full_attn_layers", {4, 8, 10}); }, throws_error("names layer 10"));
+  EXPECT_THAT([&] { with("full_attn_layers", {4, 8}); }, throws_error("layer 9 (counted from 1) is in no list"));
+  EXPECT_THAT([&] { with("full_attn_layers", {3, 4, 8, 9}); }, throws_error("layer 3 (counted from 1) is named twice"));
+  EXPECT_NO_THROW(with("full_attn_layers", {9, 4, 8}));
+}
+
+TEST(config, unknown_keys_name_the_nearest_known_one) {
+  json j = official(false);
+  j["hiden_size"] = 3;
+  EXPECT_THAT([&] { Config::parse(j); }, throws_error("unknown key 'hiden_size'; the nearest known one is 'hidden_size'"));
+  j = official(true);
+  j["text_config"]["linear_attn_config"]["gate_lowerbound"] = -5;
+  EXPECT_THAT([&] { Config::parse(j); }, throws_error("'linear_attn_config.gate_lower_bound'"));
+  Config c = testing::tiny_k3();
+  EXPECT_THAT([&] { c.set("num_expert=4"); }, throws_error("the nearest known one is 'num_experts'"));
+  EXPECT_THAT([&] { c.set("hidden_size"); }, throws_error("not of the form key=value"));
+}
+
+TEST(config, values_that_cannot_be_are_refused) {
+  auto with = [](const std::string& assignment) {
+    Config c = testing::tiny_k3();
+    c.set(assignment);
+    c.finish();
+  };
+  EXPECT_THAT([&] { with("num_experts_per_token=17"); }, throws_error("num_experts_per_token is 17 but there are only 16 experts"));
+  EXPECT_THAT([&] { with("hidden_size=0"); }, throws_error("hidden_size is 0 but must be at least 1"));
+  EXPECT_THAT([&] { with("hidden_size=4.5"); }, throws_error("must be a whole number"));
+  EXPECT_THAT([&] { with("hidden_act=gelu"); }, throws_error("'silu', 'situ' and 'clipped' are known"));
+  EXPECT_THAT([&] { with("num_key_value_heads=2"); }, throws_error("must be a multiple of num_key_value_heads"));
+  EXPECT_THAT([&] { with("attn_res_block_size=-1"); }, throws_error("attn_res_block_size"));
+  EXPECT_THAT([&] { with("mla_use_nope=false"); }, throws_error("mla_use_nope"));
+  EXPECT_NO_THROW(with("linear_attn_config.head_dim=32"));
+  EXPECT_NO_THROW(with("head_dim=32"));  // of linear_attn_config: the only head_dim there is to set
+}
+
+TEST(config, aliases_are_accepted) {
+  json j = official(false);
+  j["n_routed_experts"] = j["num_experts"], j.erase("num_experts");
+  j["num_experts_per_tok"] = j["num_experts_per_token"], j.erase("num_experts_per_token");
+  j["torch_dtype"] = "bfloat16", j.erase("dtype");
+  Config c = finished(j);
+  EXPECT_EQ(c.num_experts, 16);
+  EXPECT_EQ(c.num_experts_per_token, 4);
+  EXPECT_EQ(c.dtype, "bfloat16");
+}
+
+TEST(config, quantisation_is_found_at_either_level_and_unknown_kinds_are_refused) {
+  json j = official(true);
+  j["text_config"]["quantization_config"] = {{"format", "mxfp4-pack-quantized"}};
+  EXPECT_EQ(Config::parse(j).quantization, "mxfp4-pack-quantized");
+  j["text_config"]["quantization_config"]["format"] = "int4";
+  EXPECT_THAT([&] { Config::parse(j); }, throws_error("'int4'"));
+}
+
+TEST(config, a_pattern_is_tiled_and_ends_in_the_final_mixer) {
+  Config c = testing::tiny_k3();
+  c.set("mixers=kda,kda,kda,mla");
+  c.set("final_mixer=mla");
+  c.set("num_hidden_layers=6");
+  c.finish();
+  EXPECT_EQ(c.mixer_of_layer, (std::vector<std::string>{"kda", "kda", "kda", "mla", "kda", "mla"}));
+  EXPECT_EQ(c.full_attn_layers, (std::vector<int64_t>{4, 6}));
+}
+
+}  // namespace
+}  // namespace k3

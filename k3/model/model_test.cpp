@@ -1,0 +1,201 @@
+#include "k3/model/model.h"
+
+#include <gtest/gtest.h>
+
+#include "k3/model/testing.h"
+#include "k3/ops/loss/loss.h"
+
+namespace k3 {
+namespace {
+
+using testing::some_ids;
+using testing::tensor_of;
+
+class model : public ::testing::TestWithParam<const char*> {
+ protected:
+  Config config() const {
+    Config c = std::string(GetParam()) == "k3" ? testing::tiny_k3() : testing::tiny_linear();
+    c.finish();
+    return c;
+  }
+};
+
+// Hidden vectors of ids[a..b) in one call.
+Tensor call(Model& m, testing::Step& step, const std::vector<int32_t>& ids, int64_t a, int64_t b, ModelState* state, int32_t slot = 0) {
+  Batch batch = Batch::one(b - a);
+  if (state) batch.slots = {slot};
+  return m.forward(step.context, Tensor(const_cast<int32_t*>(ids.data() + a), DType::i32, {b - a}), batch, state).value();
+}
+
+TEST_P(model, any_cut_equals_whole_equals_training_forward) {
+  Model m(config());
+  testing::fill(m);
+  auto ids = some_ids(70, m.config().vocab_size);
+  testing::Step training;
+  Tensor whole = call(m, training, ids, 0, 70, nullptr);
+  for (const std::vector<int64_t>& cuts : std::vector<std::vector<int64_t>>{{70}, {1, 69}, {16, 16, 38}, {3, 60, 7}, std::vector<int64_t>(70, 1)}) {
+    testing::Step step(false);
+    ModelState state = m.new_state(1, Device::cpu, true);
+    int64_t at = 0;
+    for (int64_t n : cuts) {
+      ASSERT_TRUE(testing::same_bits(call(m, step, ids, at, at + n, &state), whole.row_range(at, at + n))) << at << " + " << n;
+      at += n;
+    }
+  }
+}
+
+TEST_P(model, packed_equals_separate) {
+  Model m(config());
+  testing::fill(m);
+  auto ids = some_ids(64, m.config().vocab_size);
+  testing::Step step(false);
+  Batch batch = Batch::of_lengths({1, 30, 2, 31});
+  Tensor all = m.forward(step.context, tensor_of(ids), batch).value();
+  for (int64_t s = 0; s < 4; ++s) {
+    int64_t a = batch.begin(s), b = a + batch.length(s);
+    EXPECT_TRUE(testing::same_bits(call(m, step, ids, a, b, nullptr), all.row_range(a, b))) << s;
+  }
+}
+
+TEST_P(model, padding_rows_change_nothing) {
+  Model m(config());
+  testing::fill(m);
+  auto ids = some_ids(30, m.config().vocab_size);
+  testing::Step step(false);
+  Tensor want = call(m, step, ids, 0, 20, nullptr);
+  Batch batch = Batch::one(30);
+  batch.padding.assign(30, 0);
+  for (size_t i = 20; i < 30; ++i) batch.padding[i] = 1;
+  Tensor got = m.forward(step.context, tensor_of(ids), batch).value();
+  EXPECT_TRUE(testing::same_bits(got.row_range(0, 20), want));
+}
+
+std::vector<std::vector<float>> gradients(Model& m, const std::vector<int32_t>& ids, const Batch& batch) {
+  testing::Step step;
+  m.params().allocate_grads();
+  std::vector<int32_t> targets(ids.begin() + 1, ids.end());
+  targets.push_back(kIgnored);
+  Var h = m.forward(step.context, tensor_of(ids), batch);
+  cross_entropy(h, m.lm_head(), tensor_of(targets), 1.0f / float(ids.size()));
+  step.context.tape->run_backward();
+  std::vector<std::vector<float>> all;
+  for (Param& p : m.params().all())
+    if (!p.grad.empty()) all.emplace_back(p.grad.f32(), p.grad.f32() + p.grad.size());
+  return all;
+}
+
+TEST_P(model, recomputing_activations_changes_no_bit) {
+  Model m(config());
+  testing::fill(m);
+  auto ids = some_ids(50, m.config().vocab_size);
+  auto kept = gradients(m, ids, Batch::of_lengths({20, 30}));
+  m.recompute = true;
+  EXPECT_EQ(gradients(m, ids, Batch::of_lengths({20, 30})), kept);
+}
+
+TEST_P(model, one_thread_equals_many) {
+  Model m(config());
+  testing::fill(m);
+  auto ids = some_ids(50, m.config().vocab_size);
+  int before = thread_count();
+  set_thread_count(1);
+  auto one = gradients(m, ids, Batch::of_lengths({20, 30}));
+  set_thread_count(5);
+  EXPECT_EQ(gradients(m, ids, Batch::of_lengths({20, 30})), one);
+  set_thread_count(before);
+}
+
+TEST_P(model, gradients_of_one_document_do_not_see_another) {
+  Model m(config());
+  testing::fill(m);
+  auto a = some_ids(50, m.config().vocab_size), b = a;
+  for (int i = 0; i < 20; ++i) b[size_t(i)] = (b[size_t(i)] + 7) % int32_t(m.config().vocab_size);
+  auto hidden = [&](const std::vector<int32_t>& ids) {
+    testing::Step step(false);
+    Tensor t = m.forward(step.context, tensor_of(ids), Batch::of_lengths({20, 30})).value();
+    return std::vector<float>(t.row_range(20, 50).f32(), t.row_range(20, 50).f32() + 30 * t.cols());
+  };
+  EXPECT_EQ(hidden(a), hidden(b));
+}
+
+TEST_P(model, states_can_be_forked_saved_and_undone) {
+  Model m(config());
+  testing::fill(m);
+  auto ids = some_ids(60, m.config().vocab_size);
+  testing::Step step(false);
+  ModelState state = m.new_state(3, Device::cpu, true);
+  call(m, step, ids, 0, 35, &state, 0);
+  state.copy(1, 0);
+  Blob blob;
+  state.save(0, blob);
+  Tensor want = call(m, step, ids, 35, 40, &state, 0);
+  EXPECT_TRUE(testing::same_bits(call(m, step, ids, 35, 40, &state, 1), want));
+  state.load(2, blob);
+  call(m, step, ids, 50, 52, &state, 2);
+  ASSERT_TRUE(state.drop(2, 2));
+  EXPECT_TRUE(testing::same_bits(call(m, step, ids, 35, 40, &state, 2), want));
+  blob.bytes[blob.bytes.size() / 2 + 3] ^= 1;
+  Blob cut;
+  cut.bytes.assign(blob.bytes.begin(), blob.bytes.end() - 9);
+  EXPECT_THROW(state.load(2, cut), Error);
+  EXPECT_EQ(state.tokens(2), 0);
+}
+
+TEST_P(model, the_null_device_predicts_the_memory_of_a_training_step) {
+  for (bool recompute : {false, true}) {
+    Model m(config());
+    testing::fill(m);
+    m.recompute = recompute;
+    auto ids = some_ids(60, m.config().vocab_size);
+    auto peak = [&](Device device) {
+      Arena arena(size_t(1) << 30, device);
+      Tape tape;
+      Context c;
+      c.arena = &arena, c.tape = &tape, c.device = device;
+      Var h = m.forward(c, tensor_of(ids), Batch::of_lengths({25, 35}));
+      cross_entropy(h, m.lm_head(), tensor_of(ids), 1);
+      tape.run_backward();
+      return arena.peak();
+    };
+    m.params().allocate_grads();
+    EXPECT_EQ(peak(Device::null), peak(Device::cpu)) << recompute;
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(family, model, ::testing::Values("k3", "linear"), [](const auto& info) { return std::string(info.param); });
+
+TEST(model_start, depth_attention_at_zero_query_is_the_plain_residual_network) {
+  Config c = testing::tiny_k3(), plain = c;
+  plain.attn_res_block_size = 0;
+  c.finish(), plain.finish();
+  Model a(c), b(plain);
+  a.params().allocate(Device::cpu), b.params().allocate(Device::cpu);
+  initialize(a, 1), initialize(b, 1);
+  auto ids = some_ids(20, c.vocab_size);
+  testing::Step step(false);
+  Tensor x = call(a, step, ids, 0, 20, nullptr), y = call(b, step, ids, 0, 20, nullptr);
+  // equal but for eps inside the norms: a mean is smaller than a sum by the number of sources, at most 4 here
+  testing::expect_near(x, testing::as_double(y), 1e-3, "hidden");
+}
+
+TEST(model_start, many_seeds_give_finite_gates_inside_their_range) {
+  Config c = testing::tiny_k3(), l = testing::tiny_linear();
+  c.finish(), l.finish();
+  for (Config* config : {&c, &l}) {
+    Model m(*config);
+    m.params().allocate(Device::cpu);
+    for (uint64_t seed = 0; seed < 20; ++seed) {
+      initialize(m, seed);
+      for (Param& p : m.params().all())
+        for (int64_t i = 0; i < p.value.size(); ++i) {
+          float v = p.value.f32()[i];
+          ASSERT_TRUE(std::isfinite(v)) << p.name;
+          bool in_range = p.name.ends_with("A_log") ? v >= 0 && v <= std::log(16.0f) : !p.name.ends_with("dt_bias") || (v >= -9.3f && v <= -2.2f);
+          ASSERT_TRUE(in_range) << p.name << " " << v;
+        }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace k3
