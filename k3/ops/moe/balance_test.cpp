@@ -11,7 +11,7 @@ using testing::Values;
 
 // A fixed router that prefers some experts strongly (its first column meets a constant 1 in every token), and fresh tokens for each step.
 struct Skewed {
-  static constexpr int64_t kExperts = 896, kTopK = 16, kTokens = 8192, kWidth = 128;
+  static constexpr int64_t kExperts = 896, kTopK = 16, kTokens = 8192, kWidth = 64;
   Values gate{kExperts * kWidth, 1, 0.5 / std::sqrt(double(kWidth))}, offset{kExperts, 2, 0.55};
   std::vector<Values> batches;
   explicit Skewed(int steps) {

@@ -186,6 +186,14 @@ TEST(moe, a_row_of_nan_gets_a_valid_choice_and_spoils_no_other) {
         EXPECT_EQ(r.experts.i32()[n * 3 + i], clean.experts.i32()[n * 3 + i]);
 }
 
+TEST(moe, an_expert_whose_score_is_nan_is_never_preferred) {
+  Router router(20, 12, 8);
+  for (int64_t i = 0; i < 8; ++i) router.gate[5 * 8 + i] = NAN;
+  testing::Step step;
+  Routing r = router.run(step, {.top_k = 3}, Batch::one(20));
+  for (int64_t i = 0; i < 60; ++i) EXPECT_NE(r.experts.i32()[i], 5);
+}
+
 TEST(moe, a_wrong_router_is_refused_with_the_reason) {
   testing::Step step;
   Router router(4, 12, 8);

@@ -20,6 +20,7 @@ constexpr int kSteps = 5;
 constexpr float kA = 3.4445f, kB = -4.7750f, kC = 2.0315f;
 constexpr int64_t kWave = 1 << 24;      // floats of scratch that one wave may take; a larger block is a wave of its own
 constexpr int64_t kSmall = 1 << 23;     // multiply-adds of one product below which a block is small
+constexpr int64_t kMirror = 64;         // rows of a symmetric matrix that one call mirrors
 constexpr int64_t kElements = 1 << 14;  // elements that one call of parallel_for takes
 
 struct Block {
@@ -30,13 +31,18 @@ struct Block {
   int64_t m() const { return std::min(rows, cols); }
   int64_t n() const { return std::max(rows, cols); }
   int64_t size() const { return rows * cols; }
+  int64_t square() const { return m() * m(); }
   bool is_long() const { return n() >= 2 * m(); }
   static int64_t scratch(int64_t rows, int64_t cols) { return rows * cols + 4 * std::min(rows, cols) * std::min(rows, cols); }
 };
 
+constexpr int64_t strip_of(int64_t m) { return std::max<int64_t>(64, (m / 8 + 31) / 32 * 32); }  // rows of a symmetric product at a time
+
 double flops(int64_t m, int64_t n) {
-  double mm = double(m) * double(m), gram = 2 * mm * double(n), square = 2 * mm * double(m);
-  return n >= 2 * m ? 2 * gram + (4 * kSteps - 3) * square : kSteps * (2 * gram + square);
+  double triangle = 0;  // (m, m) elements that are computed
+  for (int64_t at = 0; at < m; at += strip_of(m)) triangle += double(std::min(strip_of(m), m - at)) * double(std::min(at + strip_of(m), m));
+  double gram = 2 * triangle * double(n), square = 2 * triangle * double(m), apply = 2 * double(m * m) * double(n);
+  return n >= 2 * m ? gram + apply + (4 * kSteps - 3) * square : kSteps * (gram + square + apply);
 }
 
 // f(i, first, last) for elements first..last-1 of block i of `size(i)` elements, over all threads
@@ -52,29 +58,57 @@ void over_elements(size_t blocks, Size size, F f) {
   parallel_for(int64_t(parts.size()), [&](int64_t i) { f(parts[size_t(i)].block, parts[size_t(i)].first, parts[size_t(i)].last); });
 }
 
+// All (m, m) matrices here are symmetric: polynomials in X X^T. Only the lower triangle is computed, in strips of rows that get longer, and
+// then mirrored; so rounding can't make them unsymmetric either.
+void lower_strips(std::vector<Product>& list, const Product& p) {
+  const int64_t strip = strip_of(p.m);
+  for (int64_t at = 0; at < p.m; at += strip) {
+    Product q = p;
+    q.m = std::min(strip, p.m - at), q.n = at + q.m;
+    q.a += p.a_transposed ? at : at * p.lda, q.c += at * p.ldc;
+    list.push_back(q);
+  }
+}
+// f(block) is a product whose result is symmetric
+template <class F>
+void symmetric_products(const std::vector<Block*>& blocks, F f) {
+  std::vector<Product> list;
+  for (const Block* b : blocks) lower_strips(list, f(*b));
+  products(list);
+  struct Tile {
+    float* c;
+    int64_t m, at;
+  };
+  std::vector<Tile> tiles;
+  for (const Block* b : blocks)
+    for (int64_t at = 0; at < b->m(); at += kMirror) tiles.push_back({f(*b).c, b->m(), at});
+  parallel_for(int64_t(tiles.size()), [&](int64_t i) {
+    const auto& [c, m, at] = tiles[size_t(i)];
+    cpu::update().mirror(c, m, at, std::min(at + kMirror, m));
+  });
+}
 // X X^T, or X^T X of a tall block: the smaller of the two
 Product gram(const Block& b, float* to) { return {b.m(), b.m(), b.n(), b.x, b.cols, b.tall(), b.x, b.cols, !b.tall(), to, b.m(), false}; }
-// P X, or X P of a tall block; P symmetric
-Product times_x(const Block& b, const float* p) {
-  if (b.tall()) return {b.rows, b.cols, b.m(), b.x, b.cols, false, p, b.m(), false, b.y, b.cols, false};
-  return {b.rows, b.cols, b.m(), p, b.m(), false, b.x, b.cols, false, b.y, b.cols, false};
-}
-Product square(const Block& b, const float* p, const float* q, float* to) {
+Product times(const Block& b, const float* p, const float* q, float* to) {
   return {b.m(), b.m(), b.m(), p, b.m(), false, q, b.m(), false, to, b.m(), false};
 }
 
-template <class F>
-void products_of(const std::vector<Block*>& blocks, F f) {
+// X <- P X, or X P of a tall block
+void multiply_x(const std::vector<Block*>& blocks, float* Block::*which) {
   std::vector<Product> list;
-  for (const Block* b : blocks) f(*b, list);
+  for (const Block* b : blocks) {
+    const float *x = b->x, *p = b->*which;
+    list.push_back({b->rows, b->cols, b->m(), b->tall() ? x : p, b->m(), false, b->tall() ? p : x, b->cols, false, b->y, b->cols, false});
+  }
   products(list);
+  for (Block* b : blocks) std::swap(b->x, b->y);
 }
 
 // z = a I + b s + c s^2
 void polynomial(const std::vector<Block*>& blocks) {
-  products_of(blocks, [](const Block& b, auto& list) { list.push_back(square(b, b.s, b.s, b.z)); });
+  symmetric_products(blocks, [](const Block& b) { return times(b, b.s, b.s, b.z); });
   over_elements(
-      blocks.size(), [&](size_t i) { return blocks[i]->m() * blocks[i]->m(); },
+      blocks.size(), [&](size_t i) { return blocks[i]->square(); },
       [&](size_t i, int64_t first, int64_t last) {
         const Block& b = *blocks[i];
         cpu::update().combine(b.s + first, b.z + first, kB, kC, last - first);
@@ -94,30 +128,25 @@ void orthogonalise_together(const std::vector<Block*>& blocks) {
       [&](size_t i, int64_t first, int64_t last) { cpu::update().scale(blocks[i]->x + first, factor[i], last - first); });
   if (!others.empty())
     for (int step = 0; step < kSteps; ++step) {
-      products_of(others, [](const Block& b, auto& list) { list.push_back(gram(b, b.s)); });
+      symmetric_products(others, [](const Block& b) { return gram(b, b.s); });
       polynomial(others);
-      products_of(others, [](const Block& b, auto& list) { list.push_back(times_x(b, b.z)); });
-      for (Block* b : others) std::swap(b->x, b->y);
+      multiply_x(others, &Block::z);
     }
   if (longs.empty()) return;
-  products_of(longs, [](const Block& b, auto& list) { list.push_back(gram(b, b.s)); });
+  symmetric_products(longs, [](const Block& b) { return gram(b, b.s); });
   for (int step = 0; step < kSteps; ++step) {
     polynomial(longs);
     if (step == 0) {
-      for (Block* b : longs) std::swap(b->q, b->z);
-      products_of(longs, [](const Block& b, auto& list) { list.push_back(square(b, b.q, b.s, b.t)); });
-      products_of(longs, [](const Block& b, auto& list) { list.push_back(square(b, b.t, b.q, b.s)); });
-      continue;
+      parallel_for(int64_t(longs.size()), [&](int64_t i) { std::copy_n(longs[size_t(i)]->z, longs[size_t(i)]->square(), longs[size_t(i)]->q); });
+    } else {
+      symmetric_products(longs, [](const Block& b) { return times(b, b.z, b.q, b.t); });
+      for (Block* b : longs) std::swap(b->q, b->t);
     }
-    const bool last = step == kSteps - 1;  // nobody needs the last A
-    products_of(longs, [&](const Block& b, auto& list) { list.push_back(square(b, b.z, b.q, b.t)); });
-    for (Block* b : longs) std::swap(b->q, b->t);
-    if (last) break;
-    products_of(longs, [](const Block& b, auto& list) { list.push_back(square(b, b.z, b.s, b.t)); });
-    products_of(longs, [](const Block& b, auto& list) { list.push_back(square(b, b.t, b.z, b.s)); });
+    if (step == kSteps - 1) break;  // nobody needs the last A
+    symmetric_products(longs, [](const Block& b) { return times(b, b.z, b.s, b.t); });
+    symmetric_products(longs, [](const Block& b) { return times(b, b.t, b.z, b.s); });
   }
-  products_of(longs, [](const Block& b, auto& list) { list.push_back(times_x(b, b.q)); });
-  for (Block* b : longs) std::swap(b->x, b->y);
+  multiply_x(longs, &Block::q);
 }
 
 // A small block stays with one thread, and in its cache; large ones share all threads in every product. The bits are the same.

@@ -23,6 +23,8 @@ struct UpdateKernels {
   void (*momentum)(float* m, const float* g, float* ahead, float mu, float s, bool nesterov, int64_t n);
   // z = b x + c z: a step's polynomial in X X^T but for the a on the diagonal
   void (*combine)(const float* x, float* z, float b, float c, int64_t n);
+  // rows first..last-1 of c (m, m), right of the diagonal, from the columns below it
+  void (*mirror)(float* c, int64_t m, int64_t first, int64_t last);
   // w -= step o + decay w
   void (*apply)(float* w, const float* o, float step, float decay, int64_t n);
 };

@@ -94,8 +94,8 @@ TEST(update, newton_schulz_brings_every_singular_value_near_one) {
 }
 
 // The plain iteration magnifies the rounding of one step by at most a = 3.4 per later step: a^5 eps = 3e-5 on the smallest direction.
-// The form for long blocks works on squares of singular values, so what is 6e-8 of the largest is (1 / 0.0025)^2 times that of the
-// smallest, where the polynomial is nearly linear: 1e-2 of a direction that holds 1/m of the norm; kernels.md 13 measures 1e-4 in all.
+// The form for long blocks works on squares of singular values, which costs the smallest directions more: kernels.md 13 measures 1.5e-4 over
+// m = 64 directions with the recursion in float32; with m = 16 one direction holds twice the share of the norm.
 TEST(update, newton_schulz_equals_the_reference_at_every_level) {
   for (auto isa : testing::levels())
     for (auto [rows, cols] : kShapes) {
@@ -108,7 +108,7 @@ TEST(update, newton_schulz_equals_the_reference_at_every_level) {
         newton_schulz(step.context, tensor(x, {1, rows, cols}));
         double error = 0, norm = 0;
         for (int64_t i = 0; i < x.size(); ++i) error += (x[i] - want[i]) * (x[i] - want[i]), norm += want[i] * want[i];
-        EXPECT_LE(std::sqrt(error / norm), 2e-4) << rows << " x " << cols << " least " << least;
+        EXPECT_LE(std::sqrt(error / norm), 3e-4) << rows << " x " << cols << " least " << least;
       }
     }
 }
