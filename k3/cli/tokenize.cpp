@@ -1,6 +1,4 @@
 // k3 tokenize: what a text becomes.
-#include <CLI/CLI.hpp>
-
 #include <cstdio>
 #include <iostream>
 #include <iterator>
@@ -8,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "k3/cli/commands.h"
 #include "k3/core/error.h"
 #include "k3/core/file.h"
 #include "k3/tokenizer/pieces.h"
@@ -30,8 +29,7 @@ std::vector<int32_t> parse_ids(const std::string& list) {
     long long id = -1;
     try {
       id = std::stoll(word, &used);
-    } catch (const std::exception&) {
-    }
+    } catch (const std::exception&) {}
     K3_CHECK(used == word.size() && id >= 0 && id <= INT32_MAX, "[tokenize] --decode takes ids, and {} is none", word);
     ids.push_back(int32_t(id));
     at = end;
@@ -85,7 +83,8 @@ void add_tokenize(CLI::App& app) {
   CLI::Option* text = c->add_option("--text", o->text, "The text; without --text and --file it is read from standard input");
   CLI::Option* file = c->add_option("--file", o->file, "A file with the text")->excludes(text);
   CLI::Option* ids = c->add_flag("--ids", o->ids, "Print the ids");
-  CLI::Option* pieces = c->add_flag("--pieces", o->pieces, "Print a line for each piece that the text is cut into: its tokens and their ids")->excludes(ids);
+  CLI::Option* pieces =
+      c->add_flag("--pieces", o->pieces, "Print a line for each piece that the text is cut into: its tokens and their ids")->excludes(ids);
   CLI::Option* decode = c->add_option("--decode", o->decode, "Print the text of these ids, specials included");
   for (CLI::Option* other : {text, file, ids, pieces}) decode->excludes(other);
   c->callback([o, text, decode] {

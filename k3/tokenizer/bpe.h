@@ -19,8 +19,8 @@ class Bpe {
 
   int32_t size() const { return int32_t(begin_.size()) - 1; }
   std::string_view bytes(int32_t rank) const { return std::string_view(text_).substr(begin_[rank], begin_[rank + 1] - begin_[rank]); }
-  int32_t find(std::string_view bytes) const;                         // rank, or -1
-  int32_t join(int32_t left, int32_t right) const;                    // rank of both together, or -1
+  int32_t find(std::string_view bytes) const;                            // rank, or -1
+  int32_t join(int32_t left, int32_t right) const;                       // rank of both together, or -1
   void encode(std::string_view piece, std::vector<int32_t>& ids) const;  // appends
 
  private:
@@ -31,11 +31,11 @@ class Bpe {
   void encode_short(std::string_view piece, std::vector<int32_t>& ids) const;
   void encode_long(std::string_view piece, std::vector<int32_t>& ids) const;
 
-  std::string text_;                           // the bytes of all tokens, one after the other
-  std::vector<uint32_t> begin_ = {0};          // (size + 1) where each begins in text_
-  std::vector<int32_t> find_;                  // open addressing by bytes
-  std::vector<Join> join_;                     // open addressing by pair
-  int32_t byte_[256] = {};                     // rank of each single byte
+  std::string text_;                   // the bytes of all tokens, one after the other
+  std::vector<uint32_t> begin_ = {0};  // (size + 1) where each begins in text_
+  std::vector<int32_t> find_;          // open addressing by bytes
+  std::vector<Join> join_;             // open addressing by pair
+  int32_t byte_[256] = {};             // rank of each single byte
 };
 
 }  // namespace k3

@@ -242,7 +242,8 @@ class KimiLinear {
         for (const Result& r : run) {
           const size_t answered = r.call >= 0 ? size_t(r.call) : size_t(results);
           ++results;
-          K3_CHECK(caller && answered < caller->tool_calls.size(), "[chat] {}: it answers no tool call before it; give tool_call_id", where(messages, i));
+          K3_CHECK(caller && answered < caller->tool_calls.size(), "[chat] {}: it answers no tool call before it; give tool_call_id",
+                   where(messages, i));
           turn("<|im_system|>", "tool", "## Return of " + id(*caller, answered, first) + "\n" + joined(r.message->content));
         }
         i += run.size() - 1;
@@ -299,11 +300,14 @@ class KimiLinear {
 }  // namespace
 
 ChatFormat chat_format(const Tokenizer& t) {
-  auto has = [&](std::initializer_list<const char*> names) { return std::all_of(names.begin(), names.end(), [&](auto n) { return t.special(n).has_value(); }); };
+  auto has = [&](std::initializer_list<const char*> names) {
+    return std::all_of(names.begin(), names.end(), [&](auto n) { return t.special(n).has_value(); });
+  };
   if (has({"<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>"})) return ChatFormat::xtml;
-  K3_CHECK(has({"<|im_system|>", "<|im_user|>", "<|im_assistant|>", "<|im_middle|>", "<|im_end|>"}),
-           "[chat] the tokenizer has the special tokens of no chat format: neither <|open|>, <|close|>, <|sep|>, <|end_of_msg|> nor <|im_user|> and the "
-           "like; see added_tokens_decoder in tokenizer_config.json");
+  K3_CHECK(
+      has({"<|im_system|>", "<|im_user|>", "<|im_assistant|>", "<|im_middle|>", "<|im_end|>"}),
+      "[chat] the tokenizer has the special tokens of no chat format: neither <|open|>, <|close|>, <|sep|>, <|end_of_msg|> nor <|im_user|> and the "
+      "like; see added_tokens_decoder in tokenizer_config.json");
   return ChatFormat::kimi_linear;
 }
 

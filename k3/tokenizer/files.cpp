@@ -79,17 +79,28 @@ std::vector<std::string> parse_ranks(std::string_view text, const std::string& n
 
 // K3's own names and places, counted from the first special.
 std::string config_as_k3(int32_t ranks) {
-  static constexpr std::pair<int, const char*> kNames[] = {
-      {0, "[BOS]"},           {1, "[EOS]"},          {2, "<|end_of_msg|>"},     {3, "<|open|>"},         {4, "<|close|>"},
-      {5, "<|sep|>"},         {6, "[start_header_id]"}, {7, "[end_header_id]"},    {9, "[EOT]"},            {18, "<|media_begin|>"},
-      {19, "<|media_content|>"}, {20, "<|media_end|>"}, {21, "<|media_pad|>"}, {65, "<osagent_mode>"}, {254, "[UNK]"},
-      {255, "[PAD]"}};
+  static constexpr std::pair<int, const char*> kNames[] = {{0, "[BOS]"},
+                                                           {1, "[EOS]"},
+                                                           {2, "<|end_of_msg|>"},
+                                                           {3, "<|open|>"},
+                                                           {4, "<|close|>"},
+                                                           {5, "<|sep|>"},
+                                                           {6, "[start_header_id]"},
+                                                           {7, "[end_header_id]"},
+                                                           {9, "[EOT]"},
+                                                           {18, "<|media_begin|>"},
+                                                           {19, "<|media_content|>"},
+                                                           {20, "<|media_end|>"},
+                                                           {21, "<|media_pad|>"},
+                                                           {65, "<osagent_mode>"},
+                                                           {254, "[UNK]"},
+                                                           {255, "[PAD]"}};
   Json added = Json::object();
   for (const auto& [place, name] : kNames)
-    added[std::to_string(ranks + place)] = {{"content", name}, {"lstrip", false}, {"normalized", false}, {"rstrip", false}, {"single_word", false},
-                                            {"special", place < 3 || place > 5}};
-  const Json config = {{"added_tokens_decoder", added}, {"bos_token", "[BOS]"}, {"eos_token", "[EOS]"}, {"pad_token", "[PAD]"},
-                       {"unk_token", "[UNK]"}};
+    added[std::to_string(ranks + place)] = {{"content", name}, {"lstrip", false},      {"normalized", false},
+                                            {"rstrip", false}, {"single_word", false}, {"special", place < 3 || place > 5}};
+  const Json config = {
+      {"added_tokens_decoder", added}, {"bos_token", "[BOS]"}, {"eos_token", "[EOS]"}, {"pad_token", "[PAD]"}, {"unk_token", "[UNK]"}};
   return config.dump(2) + "\n";
 }
 

@@ -67,15 +67,15 @@ class Learner {
  private:
   struct Part {
     int32_t id, before, after;
-    int32_t pair;   // with the part after it; -1: none
+    int32_t pair;  // with the part after it; -1: none
     int32_t piece;
   };
   struct Pair {
     std::string bytes;
     int64_t count = 0;
-    int32_t token = 0;            // its rank, once it is a token (never below 256)
+    int32_t token = 0;  // its rank, once it is a token (never below 256)
     bool offered = false;
-    std::vector<int32_t> where;   // places it has or had
+    std::vector<int32_t> where;  // places it has or had
   };
   struct Offer {
     int64_t count;
@@ -156,8 +156,7 @@ Tokenizer learn(int32_t ranks, const std::function<void(const AddText&)>& docume
     }
   });
   Learner learner(pieces);
-  while (int32_t(learner.tokens.size()) < ranks && learner.merge()) {
-  }
+  while (int32_t(learner.tokens.size()) < ranks && learner.merge()) {}
   return Tokenizer(learner.tokens);
 }
 

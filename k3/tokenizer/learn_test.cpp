@@ -24,7 +24,7 @@ Documents random_documents(uint32_t seed, int count = 30) {
   std::mt19937 random(seed);
   Documents out(count);
   for (std::string& d : out)
-    for (int n = 200; n > 0; --n) d += std::string("aaabbc ") [random() % 7];
+    for (int n = 200; n > 0; --n) d += std::string("aaabbc ")[random() % 7];
   return out;
 }
 

@@ -67,12 +67,13 @@ void append_utf8(std::string& out, uint32_t c) {
 // Characters of every class of the pattern, those with trouble more often.
 std::string random_text(std::mt19937& random) {
   static constexpr std::pair<uint32_t, uint32_t> kRanges[] = {
-      {0x4E00, 0x9FA5}, {0x20000, 0x2A6D6}, {0x2E80, 0x2FD5},   {0x3005, 0x3007},   {0x3021, 0x3029}, {0x3041, 0x30FE}, {0xAC00, 0xD7A3},
-      {0x0E01, 0x0E5B}, {0xFF10, 0xFF19},   {0x0966, 0x096F},   {0x2160, 0x2188},   {0x1F300, 0x1F64F}, {0x0300, 0x036F}, {0x0900, 0x0963},
-      {0x00C0, 0x024F}, {0x0370, 0x03FF},   {0x10A0, 0x10FF},   {0x01C4, 0x01CC},   {0x1F80, 0x1FAF}, {0x02B0, 0x02FF}, {0x2000, 0x206F},
+      {0x4E00, 0x9FA5}, {0x20000, 0x2A6D6}, {0x2E80, 0x2FD5},   {0x3005, 0x3007}, {0x3021, 0x3029},   {0x3041, 0x30FE}, {0xAC00, 0xD7A3},
+      {0x0E01, 0x0E5B}, {0xFF10, 0xFF19},   {0x0966, 0x096F},   {0x2160, 0x2188}, {0x1F300, 0x1F64F}, {0x0300, 0x036F}, {0x0900, 0x0963},
+      {0x00C0, 0x024F}, {0x0370, 0x03FF},   {0x10A0, 0x10FF},   {0x01C4, 0x01CC}, {0x1F80, 0x1FAF},   {0x02B0, 0x02FF}, {0x2000, 0x206F},
       {0x3000, 0x303F}, {0x0000, 0x00FF},   {0x16FF0, 0x16FF1}, {0xE000, 0xE100}};
-  static const char* const kWords[] = {"'s", "'S", "'\u017F", "'re", "'LL", "'", "\r\n", "\n", "\r", "\t", " ", "  ", "\u00A0", "\u3000", "\u2028", "\u200D",
-                                       "A", "Ab", "a", "ABc", "1", "12", "\u3007", "\u4E2D", "\u0301", "/", "}", "\u3002", "_", "\u01C5"};
+  static const char* const kWords[] = {"'s", "'S", "'\u017F", "'re",    "'LL",    "'",      "\r\n", "\n",     "\r", "\t",
+                                       " ",  "  ", "\u00A0",  "\u3000", "\u2028", "\u200D", "A",    "Ab",     "a",  "ABc",
+                                       "1",  "12", "\u3007",  "\u4E2D", "\u0301", "/",      "}",    "\u3002", "_",  "\u01C5"};
   std::string text;
   for (int n = int(random() % 12) + 1; n > 0; --n) {
     if (random() % 2) {

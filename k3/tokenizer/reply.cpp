@@ -188,8 +188,7 @@ class XtmlReply : public ReplyParser {
 // Kimi-Linear's format (model.md 7.6).
 class KimiLinearReply : public ReplyParser {
  public:
-  KimiLinearReply(const Tokenizer& t, std::string prefix)
-      : tokenizer_(t), end_id_(special(t, "<|im_end|>")), calls_(std::move(prefix)) {
+  KimiLinearReply(const Tokenizer& t, std::string prefix) : tokenizer_(t), end_id_(special(t, "<|im_end|>")), calls_(std::move(prefix)) {
     for (const auto& [name, part] : kMarkers)
       if (const auto id = t.special(name)) markers_.emplace_back(*id, part);
   }

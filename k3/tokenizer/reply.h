@@ -37,10 +37,10 @@ class ReplyParser {
  public:
   virtual ~ReplyParser() = default;
   virtual Reply add(std::span<const int32_t> ids) = 0;
-  virtual Reply finish() = 0;                // no more ids will come
-  virtual bool done() const = 0;             // the end marker has come; later ids are not read
+  virtual Reply finish() = 0;     // no more ids will come
+  virtual bool done() const = 0;  // the end marker has come; later ids are not read
   virtual int64_t reasoning_tokens() const = 0;
-  virtual bool thinking() const = 0;         // the next id would be a thought
+  virtual bool thinking() const = 0;  // the next id would be a thought
 };
 
 // `thinking` as in the prompt's ChatOptions: which part the prompt has opened. A call without an id of its own gets prefix + index.

@@ -18,7 +18,7 @@ void add(std::vector<StopId>& ids, int32_t id, const std::string& from) {
   const auto known = std::find_if(ids.begin(), ids.end(), [&](const StopId& s) { return s.id == id; });
   if (known == ids.end())
     ids.push_back({id, from});
-  else if (known->from.find(from) == std::string::npos)
+  else if (known->from != from && !known->from.ends_with(", " + from))
     known->from += ", " + from;
 }
 

@@ -30,7 +30,7 @@ class StopStrings {
   std::string add(std::string_view text);  // text that is certainly before any stop; "" once stopped
   std::string finish();                    // what was held back: no match can come any more
   bool stopped() const { return stopped_ >= 0; }
-  const std::string& match() const;        // the stop string that ended the text
+  const std::string& match() const;  // the stop string that ended the text
   bool empty() const { return stops_.empty(); }
 
  private:

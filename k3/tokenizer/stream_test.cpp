@@ -39,7 +39,9 @@ TEST(utf8_stream, characters_cut_at_every_byte_come_out_whole) {
 TEST(utf8_stream, holds_back_nothing_that_is_complete) {
   Utf8Stream stream;
   EXPECT_EQ(stream.add("a\xE4\xB8"), "a");
-  EXPECT_EQ(stream.add("\xAD" "b"), "中b");
+  EXPECT_EQ(stream.add("\xAD"
+                       "b"),
+            "中b");
   EXPECT_EQ(stream.finish(), "");
 }
 TEST(utf8_stream, broken_bytes_become_one_mark_and_the_stream_goes_on) {

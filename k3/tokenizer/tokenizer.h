@@ -31,8 +31,8 @@ class Tokenizer {
   void save(const std::string& folder) const;        // the same two files; what load read is written back unchanged
 
   std::vector<int32_t> encode(std::string_view text) const;
-  void encode(std::string_view text, std::vector<int32_t>& ids) const;          // appends
-  std::vector<int32_t> encode_with_specials(std::string_view text) const;       // trusted text only: names of specials become their ids
+  void encode(std::string_view text, std::vector<int32_t>& ids) const;     // appends
+  std::vector<int32_t> encode_with_specials(std::string_view text) const;  // trusted text only: names of specials become their ids
   std::string decode(std::span<const int32_t> ids, bool show_specials = false) const;
 
   int32_t vocabulary() const { return bpe_.size() + kSpecials; }
@@ -46,7 +46,7 @@ class Tokenizer {
   int32_t eos() const { return named("eos_token", eos_); }
   bool has_eos() const { return eos_ >= 0; }
   int32_t pad() const { return named("pad_token", pad_); }
-  uint64_t hash() const { return hash_; }          // of all tokens and names: stands in data files, so that ids meet the right tokenizer
+  uint64_t hash() const { return hash_; }  // of all tokens and names: stands in data files, so that ids meet the right tokenizer
   const Bpe& bpe() const { return bpe_; }
 
  private:
@@ -54,11 +54,11 @@ class Tokenizer {
   int32_t named(const char* key, int32_t id) const;
 
   Bpe bpe_;
-  std::vector<std::string> names_;                 // (256)
+  std::vector<std::string> names_;  // (256)
   std::map<std::string, int32_t, std::less<>> special_;
   int32_t bos_ = -1, eos_ = -1, pad_ = -1;
   uint64_t hash_ = 0;
-  std::string config_;                             // tokenizer_config.json, word for word
+  std::string config_;  // tokenizer_config.json, word for word
 };
 
 }  // namespace k3

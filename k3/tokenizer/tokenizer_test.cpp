@@ -70,8 +70,10 @@ Tokenizer random_table(uint32_t seed) {
 
 const Tokenizer& learned() {  // some hundred ranks of mixed text
   static const Tokenizer t = learn(700, [](const AddText& add) {
-    for (int i = 0; i < 20; ++i) add("The quick brown fox jumps over the lazy dog, and the dog's owner isn't amused. 敏捷的棕色狐狸跳过了懒狗。 aaaaaaaaaaaaaaaaaaaa    \n\n");
-    add("There is no one who loves pain itself, who seeks after it and wants to have it, simply because it is pain... 没有人喜欢痛苦本身，追求它并想拥有它。");
+    for (int i = 0; i < 20; ++i)
+      add("The quick brown fox jumps over the lazy dog, and the dog's owner isn't amused. 敏捷的棕色狐狸跳过了懒狗。 aaaaaaaaaaaaaaaaaaaa    \n\n");
+    add("There is no one who loves pain itself, who seeks after it and wants to have it, simply because it is pain... "
+        "没有人喜欢痛苦本身，追求它并想拥有它。");
   });
   return t;
 }
@@ -228,8 +230,9 @@ TEST(files, the_hash_sees_tokens_and_names) {
 TEST(files, names_come_from_the_config) {
   const std::string in = folder("names");
   Tokenizer::bytes().save(in);
-  write_file(in + "/tokenizer_config.json",
-             R"({"added_tokens_decoder": {"256": {"content": "[BOS]"}, "300": {"content": "<|im_end|>"}}, "eos_token": {"content": "<|im_end|>"}, "pad_token": null})");
+  write_file(
+      in + "/tokenizer_config.json",
+      R"({"added_tokens_decoder": {"256": {"content": "[BOS]"}, "300": {"content": "<|im_end|>"}}, "eos_token": {"content": "<|im_end|>"}, "pad_token": null})");
   const Tokenizer t = Tokenizer::load(in);
   EXPECT_EQ(t.special("<|im_end|>"), 300);
   EXPECT_EQ(t.eos(), 300);
@@ -264,7 +267,8 @@ TEST(files, a_damaged_table_is_refused_with_its_line) {
   EXPECT_EQ(load_with(good).ranks(), 256);
   EXPECT_EQ(load_with(good.substr(0, good.size() - 1)).ranks(), 256) << "without the last line end";
   EXPECT_EQ(load_with("YWI= 256\n" + good).encode("ab"), Ids{256}) << "in any order";
-  for (const char* bad : {"YWI=256", "YWI= x", "YWI=  256", "YWI= 256 ", "YWI= -1", "YWI= ", " 256", "YW= 256", "Y!I= 256", "YWJ= 256", "", "YWI= 99999999999"})
+  for (const char* bad :
+       {"YWI=256", "YWI= x", "YWI=  256", "YWI= 256 ", "YWI= -1", "YWI= ", " 256", "YW= 256", "Y!I= 256", "YWJ= 256", "", "YWI= 99999999999"})
     EXPECT_THAT([&] { load_with(good + bad + "\nYWM= 257\n"); }, throws("tiktoken.model:257: expected base64, a space and a rank")) << bad;
   EXPECT_THAT([&] { load_with(good + "YWI= 255\n"); }, throws(":257: rank 255 was given before, in line 256"));
   EXPECT_THAT([&] { load_with(good + "YWI= 257\n"); }, throws("no line has rank 256, but line 257 has rank 257"));

@@ -8,14 +8,14 @@ namespace k3 {
 
 namespace unicode {
 // Bits of a class. U and W are letters as the pattern groups them: marks and letters without case are in both.
-constexpr uint8_t kHan = 1;       // script Han
-constexpr uint8_t kU = 2;         // Lu Lt Lm Lo M, not Han
-constexpr uint8_t kW = 4;         // Ll Lm Lo M, not Han
-constexpr uint8_t kX = 8;         // anything but CR, LF, letters, numbers
-constexpr uint8_t kNumber = 16;   // N
-constexpr uint8_t kSpace = 32;    // White_Space
-constexpr uint8_t kSymbol = 64;   // not white space, letter or number
-constexpr uint8_t kNewline = 128; // CR, LF
+constexpr uint8_t kHan = 1;        // script Han
+constexpr uint8_t kU = 2;          // Lu Lt Lm Lo M, not Han
+constexpr uint8_t kW = 4;          // Ll Lm Lo M, not Han
+constexpr uint8_t kX = 8;          // anything but CR, LF, letters, numbers
+constexpr uint8_t kNumber = 16;    // N
+constexpr uint8_t kSpace = 32;     // White_Space
+constexpr uint8_t kSymbol = 64;    // not white space, letter or number
+constexpr uint8_t kNewline = 128;  // CR, LF
 }  // namespace unicode
 
 extern const uint32_t kUnicodeRuns[];
