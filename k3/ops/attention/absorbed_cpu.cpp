@@ -24,7 +24,9 @@ static void absorb(const AbsorbedArgs& a, int64_t h, int64_t first, int64_t last
     copy_floats(a.q_latent + (i * a.heads + h) * width + a.rank, row + a.nope, a.rope);
   }
   const W* w = static_cast<const W*>(a.kv_b) + h * (a.nope + a.value) * a.rank;
-  tile_product<false, W>({last - first, a.rank, a.nope, q, a.nope, w, a.rank, a.q_latent + (first * a.heads + h) * width, a.heads * width});
+  TileProduct<W> p{last - first, a.rank, a.nope, q, a.nope, w, a.rank, a.q_latent + (first * a.heads + h) * width, a.heads * width};
+  p.ahead = 8 * a.rank;
+  tile_product<false, true>(p);
 }
 
 static void attend(const AbsorbedArgs& a, const AbsorbedItem& item) {  // 2
@@ -51,7 +53,9 @@ static void attend(const AbsorbedArgs& a, const AbsorbedItem& item) {  // 2
       for (int64_t c = 0; c < cols; ++c) p[r * kKeyTile + c] = 0;
     }
     for (int64_t r = blind; r < n; ++r) keep[r] = softmax_row(p + r * kKeyTile, cols, limit(r) - j * kKeyTile, a.scale, m[r], l[r]);
-    tile_product<false, float>({n, a.rank, visible, p, kKeyTile, block, width, o, a.rank, begun ? Into::scaled : Into::set, keep});
+    TileProduct<float> sum{n, a.rank, visible, p, kKeyTile, block, width, o, a.rank, begun ? Into::scaled : Into::set, keep};
+    if (j + 1 < item.t1) sum.ahead = a.blocks[s.blocks_at + j + 1] - block;  // the next tile comes in while this one is summed
+    tile_product<false, true>(sum);
     begun = true;
   }
   if (!begun)

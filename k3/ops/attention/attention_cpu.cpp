@@ -76,10 +76,10 @@ static void attend(const AttentionArgs& a, const QueryTile& tile, int64_t g, int
   for (int64_t j = t0; j < least(t1, tiles); ++j) {
     const float* block = a.blocks[s.blocks_at + j];
     int64_t visible = least(kKeyTile, last - j * kKeyTile), cols = (visible + kLanes - 1) / kLanes * kLanes;
-    tile_product<false, float>({n, cols, t.own, q, key_dim, block + t.keys_at(g), kKeyTile, p, kKeyTile});  // 2
-    if (t.shared) tile_product<false, float>({n, cols, t.shared, q + t.own, key_dim, block, kKeyTile, p, kKeyTile, Into::add});
+    tile_product<false>(TileProduct<float>{n, cols, t.own, q, key_dim, block + t.keys_at(g), kKeyTile, p, kKeyTile});  // 2
+    if (t.shared) tile_product<false>(TileProduct<float>{n, cols, t.shared, q + t.own, key_dim, block, kKeyTile, p, kKeyTile, Into::add});
     for (int64_t r = 0; r < n; ++r) keep[r] = softmax_row(p + r * kKeyTile, cols, rows.limit(r) - j * kKeyTile, a.scale, m[r], l[r]);  // 3
-    tile_product<false, float>({n, t.value, visible, p, kKeyTile, block + t.values_at(g), t.value, o, t.value, j ? Into::scaled : Into::set, keep});  // 4
+    tile_product<false>(TileProduct<float>{n, t.value, visible, p, kKeyTile, block + t.values_at(g), t.value, o, t.value, j ? Into::scaled : Into::set, keep});  // 4
   }
   bool done = t1 >= tiles;
   for (int64_t r = 0; r < n; ++r) {
@@ -141,8 +141,8 @@ static void backward_head(const AttentionArgs& a, const AttentionSequence& s, in
       const int64_t n = rows.count, seen = least(count, rows.limit(n - 1) - start), cols = (seen + kLanes - 1) / kLanes * kLanes;
       rows.gather(q, a.q, key_dim);
       rows.gather(dy, a.dy, t.value);
-      tile_product<false, float>({n, cols, key_dim, q, key_dim, kt, kKeyTile, p, kKeyTile});    // 2
-      tile_product<false, float>({n, cols, t.value, dy, t.value, vt, kKeyTile, ds, kKeyTile});  // 3
+      tile_product<false>(TileProduct<float>{n, cols, key_dim, q, key_dim, kt, kKeyTile, p, kKeyTile});    // 2
+      tile_product<false>(TileProduct<float>{n, cols, t.value, dy, t.value, vt, kKeyTile, ds, kKeyTile});  // 3
       for (int64_t r = 0; r < n; ++r) {
         int64_t visible = rows.limit(r) - start;
         vec lse = splat(a.l[rows.at(r)]), d = splat(a.d[rows.at(r)]);
@@ -156,9 +156,9 @@ static void backward_head(const AttentionArgs& a, const AttentionSequence& s, in
           store(pr, w), store(dr, x);
         }
       }
-      tile_product<true, float>({seen, t.value, n, p, kKeyTile, dy, t.value, dv, t.value, Into::add});  // 4
-      tile_product<true, float>({seen, key_dim, n, ds, kKeyTile, q, key_dim, dk, key_dim, Into::add});  // 5
-      tile_product<false, float>({n, key_dim, seen, ds, kKeyTile, k, key_dim, dq, key_dim});            // 6
+      tile_product<true>(TileProduct<float>{seen, t.value, n, p, kKeyTile, dy, t.value, dv, t.value, Into::add});  // 4
+      tile_product<true>(TileProduct<float>{seen, key_dim, n, ds, kKeyTile, q, key_dim, dk, key_dim, Into::add});  // 5
+      tile_product<false>(TileProduct<float>{n, key_dim, seen, ds, kKeyTile, k, key_dim, dq, key_dim});            // 6
       for (int64_t r = 0; r < n; ++r) add_floats(a.dq + rows.at(r) * key_dim, dq + r * key_dim, key_dim);
     }
     for (int64_t r = 0; r < count; ++r) {

@@ -42,9 +42,10 @@ struct TileProduct {
   int64_t ldc;
   Into into = Into::set;
   const float* factor = nullptr;  // (m)
+  int64_t ahead = 0;              // if not 0: while B is read, what lies so many elements further on is fetched into the cache
 };
 
-template <bool transposed, int R, int V, bool tail, class B>
+template <bool transposed, bool fetch, int R, int V, bool tail, class B>
 static void product_block(const TileProduct<B>& p, int64_t i, int64_t j, int64_t cols) {
   const float* a = p.a + (transposed ? i : i * p.lda);
   const B* b = p.b + j;
@@ -63,6 +64,9 @@ static void product_block(const TileProduct<B>& p, int64_t i, int64_t j, int64_t
 #pragma GCC unroll 8
       for (int v = 0; v < V; ++v) s[r][v] = fma(y, x[v], s[r][v]);
     }
+    if (fetch)
+#pragma GCC unroll 8
+      for (int v = 0; v < V; ++v) __builtin_prefetch(b + p.ahead + v * kLanes, 0, 2);
     a += transposed ? p.lda : 1;
     b += p.ldb;
   }
@@ -79,25 +83,25 @@ static void product_block(const TileProduct<B>& p, int64_t i, int64_t j, int64_t
     }
 }
 
-template <bool transposed, int V, bool tail, class B>
+template <bool transposed, bool fetch, int V, bool tail, class B>
 static void product_columns(const TileProduct<B>& p, int64_t j, int64_t cols) {
   int64_t i = 0;
-  for (; i + kR <= p.m; i += kR) product_block<transposed, kR, V, tail>(p, i, j, cols);
+  for (; i + kR <= p.m; i += kR) product_block<transposed, fetch, kR, V, tail>(p, i, j, cols);
   if (kR > 4)
-    for (; i + 4 <= p.m; i += 4) product_block<transposed, 4, V, tail>(p, i, j, cols);
-  for (; i + 2 <= p.m; i += 2) product_block<transposed, 2, V, tail>(p, i, j, cols);
-  for (; i < p.m; ++i) product_block<transposed, 1, V, tail>(p, i, j, cols);
+    for (; i + 4 <= p.m; i += 4) product_block<transposed, fetch, 4, V, tail>(p, i, j, cols);
+  for (; i + 2 <= p.m; i += 2) product_block<transposed, fetch, 2, V, tail>(p, i, j, cols);
+  for (; i < p.m; ++i) product_block<transposed, fetch, 1, V, tail>(p, i, j, cols);
 }
 
-template <bool transposed = false, class B>
+template <bool transposed = false, bool fetch = false, class B>
 static void tile_product(const TileProduct<B>& p) {
   int64_t j = 0;
   if (p.m == 1)  // a single row: more columns at once hide the latency
-    for (; j + kWide * kLanes <= p.n; j += kWide * kLanes) product_block<transposed, 1, kWide, false>(p, 0, j, kLanes);
-  for (; j + kV * kLanes <= p.n; j += kV * kLanes) product_columns<transposed, kV, false>(p, j, kLanes);
+    for (; j + kWide * kLanes <= p.n; j += kWide * kLanes) product_block<transposed, fetch, 1, kWide, false>(p, 0, j, kLanes);
+  for (; j + kV * kLanes <= p.n; j += kV * kLanes) product_columns<transposed, fetch, kV, false>(p, j, kLanes);
   if (kV > 1)
-    for (; j + kLanes <= p.n; j += kLanes) product_columns<transposed, 1, false>(p, j, kLanes);
-  if (j < p.n) product_columns<transposed, 1, true>(p, j, p.n - j);
+    for (; j + kLanes <= p.n; j += kLanes) product_columns<transposed, fetch, 1, false>(p, j, kLanes);
+  if (j < p.n) product_columns<transposed, fetch, 1, true>(p, j, p.n - j);
 }
 
 // Lane i of the result is the sum of the lanes of a[i]: the tree of simd::sum, sixteen at once.
@@ -135,6 +139,7 @@ static void dots_block(const float* a, int64_t lda, const B* b, int64_t ldb, flo
 #pragma GCC unroll 16
       for (int x = 0; x < C; ++x) {
         vec right = load_any(row[x] + q);
+        __builtin_prefetch(row[x] + C * ldb + q);
 #pragma GCC unroll 4
         for (int r = 0; r < R; ++r) s[r * C + x] = fma(left[r], right, s[r * C + x]);
       }

@@ -55,11 +55,21 @@ static void forward(const DepthMixArgs& a) {
       }
       for (int64_t i = 0; i < a.n; ++i) w[i] = exp(splat(s[i] - top))[0], total += w[i];
       for (int64_t i = 0; i < a.n; ++i) w[i] /= total;
-      for (int64_t c = 0; c < a.d; c += kLanes) {
-        const int64_t m = a.d - c;
+      int64_t c = 0;
+      for (; c + kChains * kLanes <= a.d; c += kChains * kLanes) {
+        vec x[kChains];
+#pragma GCC unroll 4
+        for (int q = 0; q < kChains; ++q) x[q] = zero();
+        for (int64_t i = 0; i < a.n; ++i)
+#pragma GCC unroll 4
+          for (int q = 0; q < kChains; ++q) x[q] = fma(splat(w[i]), load(a.v[i] + t * a.d + c + q * kLanes), x[q]);
+#pragma GCC unroll 4
+        for (int q = 0; q < kChains; ++q) store(h + c + q * kLanes, x[q]);
+      }
+      for (; c < a.d; c += kLanes) {
         vec x = zero();
-        for (int64_t i = 0; i < a.n; ++i) x = fma(splat(w[i]), load_n(a.v[i] + t * a.d + c, m), x);
-        store_n(h + c, x, m);
+        for (int64_t i = 0; i < a.n; ++i) x = fma(splat(w[i]), load_n(a.v[i] + t * a.d + c, a.d - c), x);
+        store_n(h + c, x, a.d - c);
       }
     }
   });
