@@ -38,13 +38,11 @@ struct Bounded {
   }
 };
 struct Softplus {
-  K3_INLINE vec gate(const DecayArgs&, vec rate, vec v) { return at_least(-rate * softplus_of(v), -1e30f); }
+  K3_INLINE vec gate(const DecayArgs&, vec rate, vec v) { return at_least(-rate * softplus(v), -1e30f); }
   K3_INLINE void slopes(const DecayArgs& a, vec rate, vec v, vec dg, vec& dz, vec& dA) {
     dz = -dg * rate * sigmoid(v);
     dA = dg * gate(a, rate, v);
   }
-  // simd's takes the larger of v and 0, which loses a NaN
-  K3_INLINE vec softplus_of(vec v) { return select(v == v, softplus(v), v); }
 };
 
 template <class Kind>

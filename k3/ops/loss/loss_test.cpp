@@ -186,7 +186,7 @@ TEST(loss, a_row_does_not_depend_on_its_neighbours) {
 
 // What training calls the loss of a token and what generation calls its log-probability are one number.
 TEST(loss, equals_the_log_probability_that_generation_prints) {
-  int64_t n = 6, d = 20, vocabulary = 5003;
+  int64_t n = 60, d = 20, vocabulary = 5003;
   std::vector<int32_t> targets = some_targets(n, vocabulary, false);
   Values x(n * d, 1), head(vocabulary * d, 2);
   for (auto isa : testing::levels()) {

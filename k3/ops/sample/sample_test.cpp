@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <map>
 
 #include "k3/ops/testing.h"
@@ -77,6 +78,28 @@ TEST(sample, a_filter_that_keeps_everything_changes_nothing) {
     int32_t plain = sample(v.data(), 1000, {.temperature = 1, .seed = 3}, i);
     EXPECT_EQ(sample(v.data(), 1000, {.temperature = 1, .top_k = 1000, .seed = 3}, i), plain);
     EXPECT_EQ(sample(v.data(), 1000, {.temperature = 1, .top_p = 0.99999994f, .min_p = 1e-30f, .seed = 3}, i), plain);
+  }
+}
+
+// A filter does what masking the others would do, draw for draw.
+TEST(sample, a_filter_equals_a_mask) {
+  Values v(1000, 1, 2);
+  std::vector<int32_t> order(1000);
+  for (int i = 0; i < 1000; ++i) order[i] = i;
+  std::sort(order.begin(), order.end(), [&](int32_t a, int32_t b) { return v[a] > v[b]; });
+  double total = 0, mass = 0;
+  for (int i = 0; i < 1000; ++i) total += std::exp(double(v[i]));
+  size_t half = 0;  // how many of the largest make half of the mass
+  while (mass < total / 2) mass += std::exp(double(v[order[half++]]));
+  auto only = [&](size_t n) {
+    std::vector<float> masked(1000, -INFINITY);
+    for (size_t i = 0; i < n; ++i) masked[order[i]] = v[order[i]];
+    return masked;
+  };
+  std::vector<float> largest = only(40), likely = only(half);
+  for (uint64_t i = 0; i < 300; ++i) {
+    EXPECT_EQ(sample(v.data(), 1000, {.temperature = 1, .top_k = 40}, i), sample(largest.data(), 1000, {.temperature = 1}, i));
+    EXPECT_EQ(sample(v.data(), 1000, {.temperature = 1, .top_p = 0.5f}, i), sample(likely.data(), 1000, {.temperature = 1}, i));
   }
 }
 
