@@ -113,6 +113,41 @@ void bench_experts(int64_t n, int64_t e, int64_t k, int64_t l, int64_t m, Plain&
   fmt::print("  {:18} {:8.2f} ms\n  {:18} {:8.2f} ms\n", "route", median(router) * 1e3, "observe", median(observed) * 1e3);
 }
 
+// One to eight tokens: bound by reading the weights of the experts they chose.
+void bench_decode(DType type, int64_t n, int64_t e, int64_t k, int64_t l, int64_t m) {
+  Arena weights(size_t(2) << 30), arena(size_t(1) << 30);
+  std::deque<Param> params;
+  auto param = [&](Shape s) {
+    Param p;
+    p.value = weights.lend(type, s);
+    if (type == DType::f32)
+      fill(p.value, params.size(), 0.2);
+    else
+      parallel_blocks(s.size(), 1 << 14, [&](int64_t a, int64_t b) {
+        for (int64_t i = a; i < b; ++i) p.value.as<bf16>()[i] = to_bf16(float(i % 13) * 0.01f - 0.06f);
+      });
+    return &params.emplace_back(p);
+  };
+  ExpertWeights w;
+  for (int64_t i = 0; i < e; ++i) w.gate.push_back(param({m, l})), w.up.push_back(param({m, l})), w.down.push_back(param({l, m}));
+  std::vector<double> time;
+  for (int run = 0; run < 41; ++run) {
+    Scratch step(arena);
+    Context c;
+    c.arena = &arena;
+    Var z(c, DType::f32, {n, l}), p(c, DType::f32, {n, k});
+    fill(z.value(), 77, 2), fill(p.value(), 78, 1);
+    Routing r;
+    r.weights = p, r.experts = arena.lend(DType::i32, {n, k}), r.scores = arena.lend(DType::f32, {n, e});
+    for (int64_t i = 0; i < n; ++i)
+      for (int64_t j = 0; j < k; ++j) r.experts.i32()[i * k + j] = int32_t((run * 17 + i * 5 + j * 7) % e);  // others each time
+    time.push_back(timed([&] { experts(z, r, w, {}); }));
+  }
+  double bytes = double(n * k) * 3 * double(l * m) * double(bytes_of(type));
+  fmt::print("decode: {} tokens, top {} of {}, l {}, m {}, {:4}: {:7.2f} ms, {:5.1f} GB/s of weights if no expert is shared\n", n, k, e, l, m,
+             name_of(type), median(time) * 1e3, bytes / median(time) / 1e9);
+}
+
 void bench_newton_schulz(int64_t blocks, int64_t rows, int64_t cols, Plain& large) {
   Arena arena(size_t(1) << 30), memory(size_t(1) << 30);
   Context c;
@@ -145,6 +180,8 @@ int main(int argc, char** argv) {
   Plain large(thread_count(), 768, 768, 768);
   bench_experts(2048, 32, 4, 128, 128, large);
   bench_experts(4096, 64, 8, 256, 256, large);
+  for (DType type : {DType::f32, DType::bf16})
+    for (int64_t n : {1, 4}) bench_decode(type, n, 64, 8, 512, 512);
   for (auto [blocks, rows, cols] : {std::array<int64_t, 3>{96, 128, 128}, {96, 256, 128}, {16, 64, 512}, {16, 128, 1024}, {4, 512, 768}})
     bench_newton_schulz(blocks, rows, cols, large);
 }

@@ -110,11 +110,13 @@ Dispatch dispatch_of(Lender& lender, const Tensor& experts, int64_t e) {
   return d;
 }
 
-void check_weights(const ExpertWeights& w, int64_t experts, int64_t l, bool training) {
+// Whether any weight is stored as something else than float32.
+bool check_weights(const ExpertWeights& w, int64_t experts, int64_t l, bool training) {
   int64_t count = int64_t(w.gate.size());
   K3_CHECK(count == experts && int64_t(w.up.size()) == count && int64_t(w.down.size()) == count,
            "[experts] the router knows {} experts but there are {} w1, {} w3 and {} w2", experts, count, w.up.size(), w.down.size());
   int64_t m = w.gate[0]->value.rows();
+  bool narrow = false;
   for (int64_t e = 0; e < count; ++e)
     for (const Param* p : {w.gate[e], w.up[e], w.down[e]}) {
       Shape want = p == w.down[e] ? Shape{l, m} : Shape{m, l};
@@ -122,7 +124,9 @@ void check_weights(const ExpertWeights& w, int64_t experts, int64_t l, bool trai
                l);
       K3_CHECK(p->value.dtype() == DType::f32 || (p->value.dtype() == DType::bf16 && !training),
                "[experts] {} is {}; experts are F32 or, in inference, BF16", p->name, name_of(p->value.dtype()));
+      narrow |= p->value.dtype() != DType::f32;
     }
+  return narrow;
 }
 
 }  // namespace
@@ -131,7 +135,7 @@ Var experts(Var z, const Routing& routing, const ExpertWeights& w, const Activat
   Context& c = z.context();
   const int64_t n = z.rows(), l = z.cols(), k = routing.experts.cols(), e = routing.scores.cols();
   K3_CHECK(routing.experts.rows() == n, "[experts] z has {} rows but {} were routed", n, routing.experts.rows());
-  check_weights(w, e, l, c.tape != nullptr);
+  const bool narrow = check_weights(w, e, l, c.tape != nullptr);
   const int64_t m = w.gate[0]->value.rows();
   const bool on_cpu = c.device == Device::cpu;
 
@@ -149,9 +153,8 @@ Var experts(Var z, const Routing& routing, const ExpertWeights& w, const Activat
   {
     Scratch scratch(*c.arena);
     if (!c.tape) a = scratch.lend(DType::f32, {n * k, m}), b = scratch.lend(DType::f32, {n * k, m}), d = dispatch_of(scratch, routing.experts, e);
-    Tensor rows = scratch.lend(DType::f32, {n * k, l}), h = scratch.lend(DType::f32, {n * k, m}), wide;
-    if (w.gate[0]->value.dtype() != DType::f32 || w.down[0]->value.dtype() != DType::f32)
-      wide = scratch.lend(DType::f32, {kWidenLanes, kWidenRows * std::max(l, m)});
+    Tensor rows = scratch.lend(DType::f32, {n * k, l}), h = c.tape ? scratch.lend(DType::f32, {n * k, m}) : a, wide;  // h may take a's place
+    if (narrow) wide = scratch.lend(DType::f32, {kWidenLanes, kWidenRows * std::max(l, m)});
     if (on_cpu) {
       cpu::DispatchArgs move{d.pair_of_row.i32(), d.row_of_pair.i32(), n, k, d.pairs, l, z.f32(), nullptr, rows.f32()};
       cpu::moe().gather(move);

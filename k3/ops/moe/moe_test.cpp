@@ -345,9 +345,11 @@ TEST(moe, a_token_does_not_depend_on_who_shares_its_experts) {
 
 TEST(moe, one_thread_equals_many) {
   Moe moe(300, 4, 40, 50, 9);
+  Router router(300, 9, 24);
   testing::expect_same_bits_at_any_thread_count([&](testing::Step& step) {
     auto out = moe.run(step);
-    std::vector<Tensor> all{out.u.value(), out.z.grad(), out.r.weights.grad()};
+    Routing r = router.run(step, {.top_k = 4}, Batch::one(300));
+    std::vector<Tensor> all{out.u.value(), out.z.grad(), out.r.weights.grad(), r.experts, r.weights.value(), r.scores, r.cutoff};
     for (int64_t e = 0; e < moe.count; ++e)
       for (Param* p : {out.w.gate[e], out.w.up[e], out.w.down[e]}) all.push_back(p->grad);
     return all;
