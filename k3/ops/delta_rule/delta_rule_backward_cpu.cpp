@@ -129,6 +129,17 @@ void delta_rule_backward(const DeltaArgs& a) {
           for (int64_t t = 0; t < n; ++t) {
             const int64_t row = row_of(begin + t);
             float *xk = x + 2 * t * k, *xq = xk + k;
+            if (c > 0) {
+              const int64_t next = row_of(begin + t - kDeltaChunk);
+              expect_row(a.q + next * K, K), expect_row(a.dq + next * K, K), expect_row(a.dk + next * K, K);
+              expect_row(a.d_out + next * V, V), expect_row(a.dv + next * V, V);
+              if (a.gate_columns > 1) expect_row(a.dg + next * K, K);
+            }
+            if (c >= kDeltaKept) {
+              const int64_t next = row_of(begin + t - kDeltaKept * kDeltaChunk);
+              expect_row(a.k + next * K, K), expect_row(a.errors + next * V, V);
+              if (a.gate_columns > 1) expect_row(a.g + next * K, K);
+            }
             read_row(q + t * k, a.q + row * K, K, k);
             for (int64_t i = 0; i < k; ++i) xk[i] = head.k[t * k + i], xq[i] = q[t * k + i];
             pair_row(head.k, head.decay, k, t, xk, xq, ts + t * 32);

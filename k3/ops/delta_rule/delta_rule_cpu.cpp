@@ -57,6 +57,12 @@ static void forward(const DeltaArgs& a) {
         for (int64_t j = 0; j < m; ++j) {
           const int64_t t = open + j, row = token(i + j) * H + h;
           float *xk = x + 2 * j * k, *xq = xk + k;
+          if (i + j + kDeltaChunk < length) {
+            const int64_t next = token(i + j + kDeltaChunk) * H + h;
+            expect_row(a.q + next * K, K), expect_row(a.k + next * K, K), expect_row(a.v + next * V, V), expect_row(a.out + next * V, V);
+            if (a.gate_columns) expect_row(a.g + next * a.gate_columns, a.gate_columns);
+            if (a.errors) expect_row(a.errors + next * V, V);
+          }
           read_row(head.k + t * k, a.k + row * K, K, k);
           read_row(xk, a.k + row * K, K, k);
           read_row(xq, a.q + row * K, K, k);

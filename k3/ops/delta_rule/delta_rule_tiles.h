@@ -201,6 +201,10 @@ static inline void bring_to_end(const float* k, const float* decay, int64_t n, i
   }
 }
 
+// A head's rows lie H*K floats apart, too far for the processor to foresee: the next chunk's are asked for while this one is computed.
+K3_INLINE void expect_row(const float* p, int64_t n) {
+  for (int64_t i = 0; i < n; i += 16) __builtin_prefetch(p + i, 0, 2);
+}
 K3_INLINE void copy(float* to, const float* from, int64_t n) {
   for (int64_t i = 0; i < n; ++i) to[i] = from[i];
 }
