@@ -52,7 +52,8 @@ static void attend(const AbsorbedArgs& a, const AbsorbedItem& item) {  // 2
       keep[r] = 1;
       for (int64_t c = 0; c < cols; ++c) p[r * kKeyTile + c] = 0;
     }
-    for (int64_t r = blind; r < n; ++r) keep[r] = softmax_row(p + r * kKeyTile, cols, limit(r) - j * kKeyTile, a.scale, m[r], l[r]);
+    softmax_rows(p + blind * kKeyTile, kKeyTile, n - blind, cols, [&](int64_t r) { return limit(blind + r) - j * kKeyTile; }, a.scale, m + blind,
+                 l + blind, keep + blind);
     TileProduct<float> sum{n, a.rank, visible, p, kKeyTile, block, width, o, a.rank, begun ? Into::scaled : Into::set, keep};
     if (j + 1 < item.t1) sum.ahead = a.blocks[s.blocks_at + j + 1] - block;  // the next tile comes in while this one is summed
     tile_product<false, true>(sum);

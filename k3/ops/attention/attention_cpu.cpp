@@ -15,12 +15,20 @@ namespace k3::cpu::K3_ISA {
 
 K3_INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
-// to[c*128 + r] = from[rows[r]*stride + c]
+// to[c*128 + r] = from[rows[r]*stride + c], sixteen rows at a time so that a line of `to` is written at once
 static void transpose_into(float* to, const float* from, int64_t stride, const int32_t* rows, int64_t count, int64_t channels) {
-  for (int64_t r = 0; r < count; ++r) {
-    const float* x = from + rows[r] * stride;
-    for (int64_t c = 0; c < channels; ++c) to[c * kKeyTile + r] = x[c];
+  int64_t r = 0;
+  for (; r + kLanes <= count; r += kLanes) {
+    const float* x[kLanes];
+    for (int i = 0; i < kLanes; ++i) x[i] = from + rows[r + i] * stride;
+    for (int64_t c = 0; c < channels; ++c) {
+      float* line = to + c * kKeyTile + r;
+#pragma GCC unroll 16
+      for (int i = 0; i < kLanes; ++i) line[i] = x[i][c];
+    }
   }
+  for (; r < count; ++r)
+    for (int64_t c = 0; c < channels; ++c) to[c * kKeyTile + r] = from[rows[r] * stride + c];
 }
 
 static void append(const AttentionArgs& a) {
@@ -75,11 +83,19 @@ static void attend(const AttentionArgs& a, const QueryTile& tile, int64_t g, int
   for (int64_t r = 0; r < n; ++r) m[r] = t0 ? a.m[rows.at(r)] : -__builtin_inff(), l[r] = t0 ? a.l[rows.at(r)] : 0;
   for (int64_t j = t0; j < least(t1, tiles); ++j) {
     const float* block = a.blocks[s.blocks_at + j];
-    int64_t visible = least(kKeyTile, last - j * kKeyTile), cols = (visible + kLanes - 1) / kLanes * kLanes;
-    tile_product<false>(TileProduct<float>{n, cols, t.own, q, key_dim, block + t.keys_at(g), kKeyTile, p, kKeyTile});  // 2
-    if (t.shared) tile_product<false>(TileProduct<float>{n, cols, t.shared, q + t.own, key_dim, block, kKeyTile, p, kKeyTile, Into::add});
-    for (int64_t r = 0; r < n; ++r) keep[r] = softmax_row(p + r * kKeyTile, cols, rows.limit(r) - j * kKeyTile, a.scale, m[r], l[r]);  // 3
-    tile_product<false>(TileProduct<float>{n, t.value, visible, p, kKeyTile, block + t.values_at(g), t.value, o, t.value, j ? Into::scaled : Into::set, keep});  // 4
+    // A tile that some row sees in part goes in pieces of sixteen rows, which leaves out most of what nobody sees.
+    const int64_t step = rows.limit(0) >= (j + 1) * kKeyTile ? n : kLanes;
+    for (int64_t r0 = 0; r0 < n; r0 += step) {
+      const int64_t some = least(step, n - r0), visible = least(kKeyTile, rows.limit(r0 + some - 1) - j * kKeyTile);
+      if (visible <= 0) continue;
+      const int64_t cols = (visible + kLanes - 1) / kLanes * kLanes;
+      float *qr = q + r0 * key_dim, *pr = p + r0 * kKeyTile, *o_r = o + r0 * t.value;
+      tile_product<false>(TileProduct<float>{some, cols, t.own, qr, key_dim, block + t.keys_at(g), kKeyTile, pr, kKeyTile});  // 2
+      if (t.shared) tile_product<false>(TileProduct<float>{some, cols, t.shared, qr + t.own, key_dim, block, kKeyTile, pr, kKeyTile, Into::add});
+      softmax_rows(pr, kKeyTile, some, cols, [&](int64_t r) { return rows.limit(r0 + r) - j * kKeyTile; }, a.scale, m + r0, l + r0, keep);  // 3
+      tile_product<false>(TileProduct<float>{some, t.value, visible, pr, kKeyTile, block + t.values_at(g), t.value, o_r, t.value,
+                                             j ? Into::scaled : Into::set, keep});  // 4
+    }
   }
   bool done = t1 >= tiles;
   for (int64_t r = 0; r < n; ++r) {

@@ -168,27 +168,41 @@ K3_INLINE void add_floats(float* to, const float* from, int64_t n) {
   for (; i < n; ++i) to[i] += from[i];
 }
 
-// One row of scores of one tile becomes unnormalised weights: s = exp(scale * s - m). Keys from `visible` on weigh exactly nothing.
-// m and l are the running maximum and sum; returns what earlier sums must be multiplied by. cols: a multiple of sixteen.
-K3_INLINE float softmax_row(float* s, int64_t cols, int64_t visible, float scale, float& m, float& l) {
+K3_INLINE float largest(vec v) {
+  const ivec by8 = {8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7}, by4 = {4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11};
+  const ivec by2 = {2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13}, by1 = {1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14};
+  v = max(v, __builtin_shuffle(v, by8)), v = max(v, __builtin_shuffle(v, by4)), v = max(v, __builtin_shuffle(v, by2));
+  return max(v, __builtin_shuffle(v, by1))[0];
+}
+
+// n rows of scores of one tile become unnormalised weights, p = exp(scale * p - m); keys from visible(row) on weigh exactly nothing.
+// m and l are the rows' running maxima and sums; keep is what earlier sums must be multiplied by. cols: a multiple of sixteen.
+// Three loops over the rows, so that one row's maximum and exponentials overlap with the next one's.
+template <class Visible>
+K3_INLINE void softmax_rows(float* p, int64_t ldp, int64_t n, int64_t cols, Visible visible, float scale, float* m, float* l, float* keep) {
   const ivec lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  vec top = splat(m), total = zero();
-  for (int64_t j = 0; j < cols; j += kLanes) {
-    vec t = load(s + j) * splat(scale);
-    if (j + kLanes > visible) t = select(lane + isplat(int32_t(j)) < isplat(int32_t(visible)), t, splat(-__builtin_inff()));
-    store(s + j, t);
-    top = max(t, top);
+  for (int64_t r = 0; r < n; ++r) {
+    const int64_t seen = visible(r);
+    vec top = splat(m[r]);
+    for (int64_t j = 0; j < cols; j += kLanes) {
+      vec t = load(p + r * ldp + j) * splat(scale);
+      if (j + kLanes > seen) t = select(lane + isplat(int32_t(j)) < isplat(int32_t(seen)), t, splat(-__builtin_inff()));
+      store(p + r * ldp + j, t);
+      top = max(t, top);
+    }
+    keep[r] = m[r];
+    m[r] = largest(top);
   }
-  float before = m;
-  m = max_lane(top);
-  for (int64_t j = 0; j < cols; j += kLanes) {
-    vec e = exp(load(s + j) - splat(m));
-    store(s + j, e);
-    total = total + e;
+  for (int64_t r = 0; r < n; r += kLanes) store_n(keep + r, exp(load_n(keep + r, n - r) - load_n(m + r, n - r)), n - r);
+  for (int64_t r = 0; r < n; ++r) {
+    vec total = zero();
+    for (int64_t j = 0; j < cols; j += kLanes) {
+      vec e = exp(load(p + r * ldp + j) - splat(m[r]));
+      store(p + r * ldp + j, e);
+      total = total + e;
+    }
+    l[r] = l[r] * keep[r] + sum(total);
   }
-  float keep = exp(splat(before - m))[0];
-  l = l * keep + sum(total);
-  return keep;
 }
 
 }  // namespace k3::cpu::K3_ISA
