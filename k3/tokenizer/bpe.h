@@ -14,7 +14,6 @@ namespace k3 {
 
 class Bpe {
  public:
-  Bpe() = default;
   explicit Bpe(const std::vector<std::string>& tokens);  // tokens[rank]; all 256 single bytes must be among them, none twice, none empty
 
   int32_t size() const { return int32_t(begin_.size()) - 1; }

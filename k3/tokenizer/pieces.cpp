@@ -1,5 +1,7 @@
 #include "k3/tokenizer/pieces.h"
 
+#include <cassert>
+
 #include "k3/tokenizer/unicode.h"
 
 namespace k3 {
@@ -71,6 +73,7 @@ bool Pieces::next() {
   if (begin_ == text_.size()) return false;
   if (begin_ == window_) next_window();
   end_ = begin_ + match(text_.substr(begin_, window_ - begin_));
+  assert(end_ > begin_);
   return true;
 }
 

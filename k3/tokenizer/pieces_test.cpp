@@ -5,6 +5,7 @@
 #define PCRE2_CODE_UNIT_WIDTH 8
 #include <pcre2.h>
 
+#include <algorithm>
 #include <random>
 #include <string>
 #include <vector>
@@ -149,6 +150,8 @@ TEST(pieces, guards_cut_runs_of_25000_and_slices_of_400000) {
   const List cut = pieces(words);
   ASSERT_EQ(cut.size(), 133336u);
   EXPECT_EQ(cut[133333] + "|" + cut[133334] + "|" + cut[133335], " a|b| ") << "character 400,000 ends a slice";
+  const List after_a_run = pieces(a.substr(0, 30000) + words);  // its cut doesn't begin a slice
+  EXPECT_EQ(std::count(after_a_run.begin(), after_a_run.end(), "b"), 1);
 }
 
 }  // namespace
