@@ -282,6 +282,12 @@ void time_step() {
 int main(int argc, char** argv) {
   if (wants(argc, argv, "check")) check_chunks(), check_step();
   if (wants(argc, argv, "time")) time_chunks(), time_step();
+  if (argc > 1 && !std::strcmp(argv[1], "profile")) {  // one launch, for a profiler
+    Problem p = make({1024}, 96, kGates[0], 1);
+    OnDevice d(p);
+    launched(delta_chunk_forward(d.a, nullptr));
+    GPU(cudaDeviceSynchronize());
+  }
   std::printf("%d failures\n", failures);
   return failures != 0;
 }
