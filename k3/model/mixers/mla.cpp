@@ -53,7 +53,7 @@ class Mla : public Mixer {
     Var latent = rms_norm(linear_rows(x, kv_a_proj_, 0, shape_.rank), kv_a_layernorm_, kLatentNormEps);
     Var k_pe = linear_rows(x, kv_a_proj_, shape_.rank, shape_.rank + shape_.rope);  // never rotated, never normed
     bool watch = c.observe && !c.recomputing;
-    Tensor largest;
+    Tensor largest = watch ? c.arena->lend(DType::f32, {shape_.heads}) : Tensor();
     Var o = mla_attention(q, latent, k_pe, kv_b_proj_, shape_, batch, state ? &static_cast<LatentState*>(state)->cache : nullptr,
                           watch ? &largest : nullptr);
     if (watch && largest.has_data())
