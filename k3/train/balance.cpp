@@ -1,0 +1,58 @@
+#include "k3/train/balance.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "k3/core/error.h"
+#include "k3/ops/update/update.h"
+
+namespace k3 {
+
+Balance::Balance(Model& model, const TrainOptions& options) : options_(options) {
+  const Config& c = model.config();
+  K3_CHECK(options.balance != "quantile" || c.num_experts == 0 || c.num_expert_group == 1 || c.topk_group == c.num_expert_group,
+           "[config] balance=quantile needs num_expert_group 1: a quantile over all experts cannot know the limits of {} groups; use balance=sign",
+           c.num_expert_group);
+  for (int64_t l = 0; l < c.num_hidden_layers; ++l) {
+    if (RouterWatch* r = model.ffn(l).router()) routers_.push_back(r), moe_layers_.push_back(l);
+    if (QkClip* q = model.mixer(l).qk_clip()) heads_.push_back(q);
+  }
+}
+
+void Balance::begin_step() {
+  for (RouterWatch* r : routers_) {
+    std::fill(r->load.begin(), r->load.end(), 0);
+    if (options_.balance == "quantile") r->histogram.reset(r->bias->value, options_.balance_bins);
+  }
+  for (QkClip* q : heads_) std::fill(q->max_logits.begin(), q->max_logits.end(), -INFINITY);
+}
+
+std::vector<double> Balance::load() const {
+  std::vector<double> ratios;
+  for (const RouterWatch* r : routers_) {
+    int64_t total = 0;
+    for (int64_t n : r->load) total += n;
+    const double most = double(*std::max_element(r->load.begin(), r->load.end()));
+    ratios.push_back(total ? most * double(r->load.size()) / double(total) : 1.0);
+  }
+  return ratios;
+}
+
+void Balance::update_bias() {
+  for (RouterWatch* r : routers_) {
+    float* bias = r->bias->value.f32();
+    std::vector<float> next;
+    if (options_.balance == "quantile") next = quantile_bias(r->histogram, r->top_k);
+    if (options_.balance == "sign") next = sign_bias({bias, bias + r->bias->value.size()}, r->load, float(options_.balance_sign_step));
+    std::copy(next.begin(), next.end(), bias);
+  }
+}
+
+int64_t Balance::clip(Context& c) {
+  if (options_.qk_clip_tau <= 0) return 0;
+  int64_t clipped = 0;
+  for (QkClip* q : heads_) clipped += qk_clip(c, *q->q, *q->kv_b, q->max_logits, float(options_.qk_clip_tau), q->nope, q->shared, q->value);
+  return clipped;
+}
+
+}  // namespace k3

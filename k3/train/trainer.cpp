@@ -1,0 +1,153 @@
+#include "k3/train/trainer.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstring>
+
+#include "k3/core/error.h"
+#include "k3/ops/loss/loss.h"
+#include "k3/tape/tape.h"
+#include "k3/train/schedule.h"
+
+namespace k3 {
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+double seconds_since(Clock::time_point t) { return std::chrono::duration<double>(Clock::now() - t).count(); }
+
+Tensor lend_ids(Context& c, const std::vector<int32_t>& ids, int64_t n) {
+  Tensor t = c.arena->lend(DType::i32, {n});
+  if (t.has_data() && c.device == Device::cpu) std::memcpy(t.data(), ids.data(), t.bytes());
+  return t;
+}
+
+// Forward, loss and backward of one batch, on whatever device the context names.
+Loss run_micro_batch(Model& model, Context& c, const TokenBatch& b, float weight) {
+  Tape tape;
+  c.tape = &tape;
+  const int64_t n = b.batch.tokens();
+  Tensor ids = lend_ids(c, b.ids, n), targets = lend_ids(c, b.targets, n);
+  Loss loss = cross_entropy(model.forward(c, ids, b.batch), model.lm_head(), targets, weight);
+  tape.run_backward();
+  c.tape = nullptr;
+  return loss;
+}
+
+// Averages what the gates of each layer do, from the records of one forward.
+class GateWatch {
+ public:
+  void operator()(std::string_view name, const Tensor& t) {
+    const bool decay = name.starts_with("log_decay."), gate = name.starts_with("output_gate.");
+    if (!decay && !gate) return;
+    const int64_t layer = std::atoll(std::string(name.substr(name.find('.') + 1)).c_str());
+    double sum = 0;
+    const float* x = t.f32();
+    for (int64_t i = 0; i < t.size(); ++i) sum += decay ? std::exp(x[i]) : 1 / (1 + std::exp(-x[i]));
+    auto it = std::find_if(gates.begin(), gates.end(), [&](const GateHealth& g) { return g.layer == layer; });
+    if (it == gates.end()) gates.push_back({layer, NAN, NAN}), it = gates.end() - 1;
+    (decay ? it->keep : it->open) = sum / double(std::max<int64_t>(1, t.size()));
+  }
+  std::vector<GateHealth> gates;
+};
+
+}  // namespace
+
+struct Trainer::Shadow {
+  Model model;
+  Optimizer optimizer;
+  Shadow(const Model& like, const TrainOptions& options) : model(like.config()), optimizer(prepare(model, like), options, Device::null) {}
+  static ParamSet& prepare(Model& m, const Model& like) {
+    m.recompute = like.recompute;
+    m.params().allocate(Device::null);
+    m.params().allocate_grads();
+    return m.params();
+  }
+};
+
+Trainer::Trainer(Model& model, const TokenFile& file, std::vector<int64_t> documents, const Tokenizer& tokenizer, const TrainOptions& options)
+    : model_(model), tokenizer_(tokenizer), options_(options), sampler_(file, std::move(documents), uint64_t(options.seed), options.sequence_length),
+      optimizer_(model.params(), options), balance_(model, options) {
+  file.check_tokenizer(tokenizer);
+  K3_CHECK(tokenizer.vocabulary() <= model.config().vocab_size, "[train] the tokenizer has {} ids but vocab_size is {}", tokenizer.vocabulary(),
+           model.config().vocab_size);
+  model_.recompute = options.recompute;
+  model_.params().allocate_grads();
+  shadow_ = std::make_unique<Shadow>(model_, options_);
+  Arena arena(0, Device::null);
+  Context c{.device = Device::null, .arena = &arena};
+  c.on_cost = [&](std::string_view, const Cost& cost) { update_.flops += cost.flops; };
+  shadow_->optimizer.step(c, 0);
+  update_.bytes = arena.peak();
+}
+
+Trainer::~Trainer() = default;
+
+Forecast Trainer::forecast(const Batch& batch) {
+  Forecast f;
+  Arena arena(0, Device::null);
+  Context c{.device = Device::null, .arena = &arena, .observe = true};
+  c.on_cost = [&](std::string_view, const Cost& cost) { f.flops += cost.flops; };
+  TokenBatch b;
+  b.batch = batch;
+  run_micro_batch(shadow_->model, c, b, 1);
+  f.bytes = arena.peak();
+  return f;
+}
+
+StepReport Trainer::step(bool with_gates) {
+  const auto start = Clock::now();
+  StepReport r;
+  r.step = steps_done_ + 1;
+  r.learning_rate = learning_rate(options_, steps_done_);
+  std::vector<TokenBatch> batches;
+  int64_t counted = 0;
+  for (int64_t at = 0; at < options_.batch_tokens; at += options_.micro_batch_tokens) {
+    batches.push_back(sampler_.tokens(steps_done_ * options_.batch_tokens + at, std::min(options_.micro_batch_tokens, options_.batch_tokens - at)));
+    counted += batches.back().counted;
+    r.tokens += batches.back().batch.tokens();
+  }
+  r.forecast_bytes = update_.bytes, r.flops = update_.flops;
+  for (const TokenBatch& b : batches) {
+    Forecast f = forecast(b.batch);
+    r.forecast_bytes = std::max(r.forecast_bytes, f.bytes), r.flops += f.flops;
+  }
+  // Pages are resident only once written, so a larger arena costs nothing until a step needs it.
+  if (!arena_ || arena_->capacity() < r.forecast_bytes) arena_.reset(), arena_ = std::make_unique<Arena>(r.forecast_bytes);
+  arena_->rewind(0), arena_->reset_peak();
+
+  model_.params().zero_grads();
+  balance_.begin_step();
+  GateWatch gates;
+  Context c{.arena = arena_.get(), .observe = true};
+  double sum = 0;
+  int64_t bytes = 0;
+  for (size_t i = 0; i < batches.size(); ++i) {
+    const TokenBatch& b = batches[i];
+    if (on_batch) on_batch(b);
+    if (with_gates && i == 0) c.on_record = std::ref(gates);
+    else c.on_record = nullptr;
+    sum += run_micro_batch(model_, c, b, counted ? float(1 / double(counted)) : 0.0f).sum;
+    arena_->rewind(0);
+    for (int32_t t : b.targets)
+      if (t >= 0) bytes += int64_t(tokenizer_.token_bytes(t).size());
+    if (on_micro_batch) on_micro_batch(int64_t(i) + 1, int64_t(batches.size()));
+  }
+  Optimizer::Result result = optimizer_.step(c, r.learning_rate);
+  r.gradient_norm = result.norm, r.bad = result.bad;
+  r.load = balance_.load();
+  if (r.bad.empty()) {
+    r.clipped_heads = balance_.clip(c);
+    balance_.update_bias();
+  }
+  ++steps_done_;
+  r.loss = counted ? sum / double(counted) : 0;
+  r.bits_per_byte = bytes ? sum / std::log(2.0) / double(bytes) : 0;
+  r.gates = std::move(gates.gates);
+  r.peak_bytes = arena_->peak();
+  r.seconds = seconds_since(start);
+  return r;
+}
+
+}  // namespace k3
