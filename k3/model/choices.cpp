@@ -12,8 +12,8 @@ struct MixerChoice {
   std::unique_ptr<Mixer> (*make)(const Config&, const Scope&, int64_t layer);
 };
 constexpr MixerChoice kMixers[] = {
-    {"kda", make_kda},
-    {"mla", make_mla},
+    {"kda", make_kda}, {"gdn", make_gdn}, {"deltanet", make_deltanet},  //
+    {"mla", make_mla}, {"gqa", make_gqa}, {"mqa", make_mqa},
 };
 
 }  // namespace

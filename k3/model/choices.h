@@ -17,7 +17,11 @@ std::vector<std::string> mixer_names();
 
 // One a file in mixers/ and ffns/.
 std::unique_ptr<Mixer> make_kda(const Config& c, const Scope& s, int64_t layer);
+std::unique_ptr<Mixer> make_gdn(const Config& c, const Scope& s, int64_t layer);
+std::unique_ptr<Mixer> make_deltanet(const Config& c, const Scope& s, int64_t layer);
 std::unique_ptr<Mixer> make_mla(const Config& c, const Scope& s, int64_t layer);
+std::unique_ptr<Mixer> make_gqa(const Config& c, const Scope& s, int64_t layer);
+std::unique_ptr<Mixer> make_mqa(const Config& c, const Scope& s, int64_t layer);
 std::unique_ptr<Ffn> make_glu(const Config& c, const Scope& s, int64_t width);
 std::unique_ptr<Ffn> make_latent_moe(const Config& c, const Scope& s, int64_t layer);
 

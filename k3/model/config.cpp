@@ -38,7 +38,7 @@ void each_key(C& c, F f) {
   f("linear_attn_config.short_conv_kernel_size", c.short_conv_kernel_size), f("linear_attn_config.kda_layers", c.kda_layers);
   f("linear_attn_config.full_attn_layers", c.full_attn_layers), f("linear_attn_config.gate_lower_bound", c.gate_lower_bound);
   f("linear_attn_config.use_full_rank_gate", c.use_full_rank_gate);
-  f("mixers", c.mixers), f("final_mixer", c.final_mixer), f("latent_moe_norm", c.latent_moe_norm);
+  f("attention_head_dim", c.attention_head_dim), f("mixers", c.mixers), f("final_mixer", c.final_mixer), f("latent_moe_norm", c.latent_moe_norm);
 }
 
 struct Alias {
@@ -299,7 +299,7 @@ json Config::to_json() const {
     };
     if (absent_when({"mixers", "final_mixer"}, mixers.empty())) return;
     if (absent_when({"linear_attn_config.kda_layers", "linear_attn_config.full_attn_layers"}, !mixers.empty())) return;
-    if (key == "final_mixer") return;
+    if (key == "final_mixer" || (key == "attention_head_dim" && attention_head_dim == 0)) return;
     if (absent_when({"latent_moe_norm"}, latent_moe_norm == (latent_moe_use_norm ? "up" : "none") || num_experts == 0)) return;
     if (absent_when({"attn_res_block_size"}, attn_res_block_size == 0)) return;
     if (absent_when({"activation_limit"}, hidden_act != "clipped")) return;

@@ -50,6 +50,7 @@ struct Config {
   // Ours. A pattern tiled over the layers in place of the two lists: kda, mla, ... ; the last layer is final_mixer.
   std::vector<std::string> mixers;
   std::string final_mixer;
+  int64_t attention_head_dim = 0;  // gqa, mqa, mfa: width of a head; 0: v_head_dim
   // Where the latent MoE norms: none, down (after the down-projection), up (before the up-projection, K3's), both.
   std::string latent_moe_norm;
 

@@ -31,7 +31,8 @@ void initialize(Model& model, uint64_t seed) {
       double bound = 1 / std::sqrt(double(p.shape[p.shape.rank - 1]));
       fill([&](uint64_t i) { return (2 * rng.uniform(i) - 1) * bound; });
     } else if (name.ends_with("A_log")) {
-      if (c.gate_lower_bound)
+      bool bounded = c.gate_lower_bound && model.params().find(p.name.substr(0, p.name.size() - 5) + "f_a_proj.weight");  // not a gdn layer
+      if (bounded)
         fill([](uint64_t) { return 0.0; });
       else
         fill([&](uint64_t i) { return std::log(1 + 15 * rng.uniform(i)); });

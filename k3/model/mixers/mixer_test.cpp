@@ -19,7 +19,7 @@ struct Made {
 
   explicit Made(const std::string& name) : config(testing::tiny_k3()) {
     config.kda_layers.clear(), config.full_attn_layers.clear();
-    config.num_hidden_layers = 1, config.mixers = {name};
+    config.num_hidden_layers = 1, config.num_key_value_heads = 1, config.mixers = {name};
     config.finish();
     mixer = make_mixer(config, {params, "self_attn."}, 0);
     params.allocate(Device::cpu);

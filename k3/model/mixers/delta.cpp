@@ -1,4 +1,7 @@
-// Kimi Delta Attention (K3 report eq. 1-6, model.md 3).
+// The delta-rule family, one layer with three gates (K3 report eq. 1-6, model.md 3):
+//   kda        Kimi Delta Attention: one log decay a key channel, bounded (K3) or softplus (Kimi-Linear)
+//   gdn        Gated DeltaNet: one a head, softplus
+//   deltanet   none: nothing is forgotten but what is overwritten
 #include <cmath>
 
 #include "k3/model/choices.h"
@@ -36,10 +39,13 @@ struct DeltaLayerState : State {
   void dense(int64_t slot, std::vector<float>& out) const override { memory.dense(slot, out.data()); }
 };
 
-class Kda : public Mixer {
+enum class Gate { channel, head, none };
+
+class Delta : public Mixer {
  public:
-  Kda(const Config& c, const Scope& s, int64_t layer)
+  Delta(const Config& c, const Scope& s, int64_t layer, Gate gate)
       : layer_(layer),
+        gate_(gate),
         heads_(c.kda_num_heads),
         dim_(c.kda_head_dim),
         width_(c.short_conv_kernel_size),
@@ -52,16 +58,22 @@ class Kda : public Mixer {
         q_conv_(s.vector("q_conv1d.weight", {heads_ * dim_, 1, width_})),
         k_conv_(s.vector("k_conv1d.weight", {heads_ * dim_, 1, width_})),
         v_conv_(s.vector("v_conv1d.weight", {heads_ * dim_, 1, width_})),
-        A_log_(s.vector("A_log", {heads_})),
-        dt_bias_(s.vector("dt_bias", {heads_ * dim_})),
-        f_a_proj_(s.matrix("f_a_proj", dim_, c.hidden_size)),
-        f_b_proj_(s.matrix("f_b_proj", heads_ * dim_, dim_)),
         b_proj_(s.set.add(s.prefix + "b_proj.weight", {heads_, c.hidden_size}, {Role::Kind::scalar_row})),
         g_proj_(full_rank_gate_ ? &s.matrix("g_proj", heads_ * dim_, c.hidden_size) : nullptr),
         g_a_proj_(full_rank_gate_ ? nullptr : &s.matrix("g_a_proj", dim_, c.hidden_size)),
         g_b_proj_(full_rank_gate_ ? nullptr : &s.matrix("g_b_proj", heads_ * dim_, dim_)),
         o_norm_(s.gain("o_norm", dim_)),
-        o_proj_(s.matrix("o_proj", c.hidden_size, heads_ * dim_)) {}
+        o_proj_(s.matrix("o_proj", c.hidden_size, heads_ * dim_)) {
+    if (gate_ == Gate::none) return;
+    A_log_ = &s.vector("A_log", {heads_});
+    dt_bias_ = &s.vector("dt_bias", {gate_ == Gate::channel ? heads_ * dim_ : heads_});
+    if (gate_ == Gate::channel) {
+      f_a_proj_ = &s.matrix("f_a_proj", dim_, c.hidden_size);
+      f_b_proj_ = &s.matrix("f_b_proj", heads_ * dim_, dim_);
+    } else {
+      a_proj_ = &s.set.add(s.prefix + "a_proj.weight", {heads_, c.hidden_size}, {Role::Kind::scalar_row});
+    }
+  }
 
   Var forward(Var x, const Batch& batch, State* state) override {
     auto* s = static_cast<DeltaLayerState*>(state);
@@ -69,10 +81,10 @@ class Kda : public Mixer {
     Var k = l2_norm(conv_silu(linear(x, k_proj_), k_conv_, batch, s ? &s->k : nullptr), dim_);
     Var v = conv_silu(linear(x, v_proj_), v_conv_, batch, s ? &s->v : nullptr);
     Var beta = sigmoid(linear(x, b_proj_));
-    Var g = log_decay(linear(linear(x, f_a_proj_), f_b_proj_));
+    Var g = log_decay(x);
     Var o = delta_rule(q, k, v, g, beta, shape(), batch, s ? &s->memory : nullptr);  // eq. 1
     Var gate = full_rank_gate_ ? linear(x, *g_proj_) : linear(linear(x, *g_a_proj_), *g_b_proj_);
-    x.context().record("log_decay." + std::to_string(layer_), g.value());
+    if (!g.empty()) x.context().record("log_decay." + std::to_string(layer_), g.value());
     x.context().record("output_gate." + std::to_string(layer_), gate.value());
     return linear(gated_rms_norm(o, gate, o_norm_, eps_), o_proj_);  // eq. 6
   }
@@ -81,22 +93,40 @@ class Kda : public Mixer {
   }
 
  private:
-  Var log_decay(Var z) {  // eq. 5
-    return lower_bound_ ? bounded_decay(z, A_log_, dt_bias_, heads_, float(*lower_bound_)) : softplus_decay(z, A_log_, dt_bias_, heads_);
+  Var log_decay(Var x) {
+    switch (gate_) {
+      case Gate::channel: {
+        Var z = linear(linear(x, *f_a_proj_), *f_b_proj_);
+        return lower_bound_ ? bounded_decay(z, *A_log_, *dt_bias_, heads_, float(*lower_bound_))  // eq. 5
+                            : softplus_decay(z, *A_log_, *dt_bias_, heads_);
+      }
+      case Gate::head:
+        return softplus_decay(linear(x, *a_proj_), *A_log_, *dt_bias_, heads_);
+      case Gate::none:
+        break;
+    }
+    return {};
   }
-  DeltaShape shape() const { return {heads_, dim_, dim_, float(1 / std::sqrt(double(dim_))), lower_bound_ && *lower_bound_ >= -5}; }
+  DeltaShape shape() const {
+    return {heads_, dim_, dim_, float(1 / std::sqrt(double(dim_))), gate_ == Gate::channel && lower_bound_ && *lower_bound_ >= -5};
+  }
 
-  int64_t layer_, heads_, dim_, width_;
+  int64_t layer_;
+  Gate gate_;
+  int64_t heads_, dim_, width_;
   float eps_;
   std::optional<double> lower_bound_;
   bool full_rank_gate_;
-  Param &q_proj_, &k_proj_, &v_proj_, &q_conv_, &k_conv_, &v_conv_, &A_log_, &dt_bias_, &f_a_proj_, &f_b_proj_, &b_proj_;
+  Param &q_proj_, &k_proj_, &v_proj_, &q_conv_, &k_conv_, &v_conv_, &b_proj_;
+  Param *A_log_ = nullptr, *dt_bias_ = nullptr, *f_a_proj_ = nullptr, *f_b_proj_ = nullptr, *a_proj_ = nullptr;
   Param *g_proj_, *g_a_proj_, *g_b_proj_;
   Param &o_norm_, &o_proj_;
 };
 
 }  // namespace
 
-std::unique_ptr<Mixer> make_kda(const Config& c, const Scope& s, int64_t layer) { return std::make_unique<Kda>(c, s, layer); }
+std::unique_ptr<Mixer> make_kda(const Config& c, const Scope& s, int64_t layer) { return std::make_unique<Delta>(c, s, layer, Gate::channel); }
+std::unique_ptr<Mixer> make_gdn(const Config& c, const Scope& s, int64_t layer) { return std::make_unique<Delta>(c, s, layer, Gate::head); }
+std::unique_ptr<Mixer> make_deltanet(const Config& c, const Scope& s, int64_t layer) { return std::make_unique<Delta>(c, s, layer, Gate::none); }
 
 }  // namespace k3
