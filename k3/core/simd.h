@@ -11,6 +11,7 @@ namespace k3::simd {
 inline constexpr int kLanes = 16;
 typedef float vec __attribute__((vector_size(64)));
 typedef int32_t ivec __attribute__((vector_size(64)));
+typedef uint32_t uvec __attribute__((vector_size(64)));  // for sums of bits that may wrap
 typedef float vec_mem __attribute__((vector_size(64), aligned(4), may_alias));
 typedef int32_t ivec_mem __attribute__((vector_size(64), aligned(4), may_alias));
 
@@ -63,8 +64,8 @@ K3_INLINE vec exp(vec x) {
   p = fma(p, r, splat(1.6666665459e-1f));
   p = fma(p, r, splat(5.0000001201e-1f));
   vec y = fma(p, r * r, r) + splat(1.0f);
-  ivec e = ivec(t) - isplat(0x4B400000);  // the integer itself
-  y = vec(ivec(y) + (e << 23));
+  uvec e = uvec(t) - uvec(isplat(0x4B400000));  // the integer itself; nonsense out of range, where the result is replaced
+  y = vec(uvec(y) + (e << 23));
   y = select(x < splat(-87.33654f), zero(), y);
   y = select(x > splat(88.72283f), splat(__builtin_inff()), y);
   return select(x == x, y, x);
@@ -85,7 +86,7 @@ K3_INLINE vec tanh(vec x) {
 }
 // ln x for positive normal x.
 K3_INLINE vec log(vec x) {
-  ivec u = ivec(x) - isplat(0x3f3504f3);  // sqrt(1/2): the mantissa lands in [sqrt(1/2), sqrt(2))
+  ivec u = ivec(uvec(x) - uvec(isplat(0x3f3504f3)));  // sqrt(1/2): the mantissa lands in [sqrt(1/2), sqrt(2))
   ivec e = u >> 23;
   vec m = vec((u & isplat(0x007fffff)) + isplat(0x3f3504f3)) - splat(1.0f);
   vec k = __builtin_convertvector(e, vec);

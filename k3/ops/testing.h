@@ -51,7 +51,7 @@ class Step {
   }
   Var input(const Values& v, Shape s) {
     Var x(context, DType::f32, s);
-    std::memcpy(x.f32(), v.data(), size_t(v.size()) * sizeof(float));
+    if (v.size()) std::memcpy(x.f32(), v.data(), size_t(v.size()) * sizeof(float));
     return x;
   }
   Param param(std::string name, const Values& v, Shape s, bool grad = true) {

@@ -55,17 +55,21 @@ void keep_top_k(std::vector<Candidate>& all, int64_t k) {
   std::sort(all.begin(), all.end(), by_id);
 }
 
-// A heap gives the largest first and stops when they reach the mass: few steps, where a sort of the vocabulary takes many.
+// Halves the range that holds the border until one candidate is left: linear in their number, however many are kept.
 void keep_top_p(std::vector<Candidate>& all, double p) {
-  auto after = [](const Candidate& a, const Candidate& b) { return before(b, a); };
   double wanted = p * total_weight(all), mass = 0;
-  auto end = all.end();
-  std::make_heap(all.begin(), end, after);
-  while (end != all.begin() && mass < wanted) {
-    std::pop_heap(all.begin(), end--, after);
-    mass += end->weight;
+  auto first = all.begin(), last = all.end();  // what lies before `first` is kept and weighs `mass`; what lies from `last` on is not
+  while (last - first > 1) {
+    auto middle = first + (last - first) / 2;
+    std::nth_element(first, middle, last, before);
+    double half = 0;
+    for (auto i = first; i != middle; ++i) half += i->weight;
+    if (mass + half >= wanted)
+      last = middle;
+    else
+      mass += half, first = middle;
   }
-  all.erase(all.begin(), end);
+  all.erase(last, all.end());
   std::sort(all.begin(), all.end(), by_id);
 }
 
