@@ -1,18 +1,19 @@
 // How fast are attention and the mix over depth, against what this machine can do? Limits are measured in the same run, in turns with what they
 // limit: oneDNN's float32 product and a plain read of memory. Medians of several runs.
 //
-//   bench_attention [threads]      with one thread the clock is that thread's processor time, so that a busy machine disturbs little
+//   bench_attention [threads [plain|avx2|avx512]]      with one thread the clock is that thread's processor time, so that a busy machine
+//                                                      disturbs little
 #include <fmt/core.h>
 #include <oneapi/dnnl/dnnl.h>
 #include <time.h>
 
 #include <algorithm>
-#include <array>
 #include <cstdlib>
-#include <cstring>
 #include <functional>
+#include <string_view>
 #include <vector>
 
+#include "k3/core/isa.h"
 #include "k3/core/rng.h"
 #include "k3/core/threads.h"
 #include "k3/ops/attention/attention.h"
@@ -102,30 +103,34 @@ void prefill(int64_t tokens) {
              tokens, f / 1e9, 100 * f / rate, b / 1e9, 100 * b / rate, rate / 1e9);
 }
 
-void decode(int64_t context, int64_t heads) {
+void decode(int64_t context, int64_t heads, bool keep_expanded) {
   const MlaShape s{heads, 128, 64, 128, 512, 0.0722f};
   Step step;
-  step.context.tape = nullptr, step.context.deterministic = false;
-  LatentCache cache(1, s);
+  step.context.tape = nullptr, step.context.deterministic = keep_expanded;
+  LatentCache cache(1, s, keep_expanded);
   cache.extend(0, context);
+  const int64_t floats = TokenCache::kBlockTokens * int64_t(cache.bytes_per_token() / sizeof(float));
   for (int64_t i = 0; i * TokenCache::kBlockTokens < context; ++i)
-    for (int64_t j = 0; j < TokenCache::kBlockTokens * 576; ++j) cache.block(0, i)[j] = float(j % 7) * 0.1f;
+    for (int64_t j = 0; j < floats; ++j) cache.block(0, i)[j] = float(j % 7) * 0.1f;
   Var q = step.input({1, heads * 192}, 1), c = step.input({1, 512}, 2), k_pe = step.input({1, 64}, 3);
   Param kv_b = step.param({heads * 256, 512}, 4);
   Batch batch = Batch::one(1);
   batch.slots = {0};
-  std::vector<double> time, limit;
-  double read_bytes = 0;
+  std::vector<double> time, limit, product;
+  double read_bytes = 0, product_flops = 0;
   const size_t mark = step.arena().mark();
   for (int i = 0; i < 3 * kRuns; ++i) {
     step.arena().rewind(mark);
+    product.push_back(product_seconds(product_flops));
     limit.push_back(read_seconds(read_bytes));  // also empties the caches
     time.push_back(timed([&] { mla_attention(q, c, k_pe, kv_b, s, batch, &cache); }));
   }
-  const double bytes = double(context) * 2304 + double(kv_b.value.bytes()), flops = 2.0 * double(heads) * (double(context) * 1088 + 2 * 128 * 512);
-  const double rate = bytes / median(time), plain = read_bytes / median(limit);
-  fmt::print("mla decode, absorbed, {:2} heads, context {:5}   {:8.1f} us   {:5.1f} GB/s = {:3.0f} % of a plain read {:.1f}   {:6.1f} GFLOP/s\n", heads,
-             context, 1e6 * median(time), rate / 1e9, 100 * rate / plain, plain / 1e9, flops / median(time) / 1e9);
+  const double bytes = double(context) * double(cache.bytes_per_token()) + double(kv_b.value.bytes());
+  const double flops = 2.0 * double(heads) * (double(context) * (keep_expanded ? 320 : 1088) + 2 * 128 * 512);
+  const double rate = bytes / median(time), plain = read_bytes / median(limit), most = product_flops / median(product);
+  fmt::print("mla decode, {}, {:2} heads, context {:5}   {:8.1f} us   {:5.1f} GB/s = {:3.0f} % of a plain read {:.1f}   {:5.1f} GFLOP/s = {:3.0f} %\n",
+             keep_expanded ? "expanded" : "absorbed", heads, context, 1e6 * median(time), rate / 1e9, 100 * rate / plain, plain / 1e9,
+             flops / median(time) / 1e9, 100 * flops / median(time) / most);
 }
 
 void mix(int64_t sources, int64_t tokens, int64_t d) {
@@ -154,10 +159,14 @@ void mix(int64_t sources, int64_t tokens, int64_t d) {
 
 int main(int argc, char** argv) {
   if (argc > 1) set_thread_count(std::atoi(argv[1]));
-  fmt::print("{} threads\n", thread_count());
+  if (argc > 2)
+    for (auto isa : {cpu::Isa::plain, cpu::Isa::avx2, cpu::Isa::avx512})
+      if (argv[2] == std::string_view(cpu::name_of(isa))) cpu::force_isa(isa);
+  fmt::print("{} threads, {}\n", thread_count(), cpu::name_of(cpu::isa()));
   for (int64_t tokens : {1024, 4096}) prefill(tokens);
   for (int64_t heads : {8, 32})
-    for (int64_t context : {1024, 4096, 8192, 32768}) decode(context, heads);
+    for (int64_t context : {1024, 4096, 8192, 32768}) decode(context, heads, false);
+  for (int64_t context : {1024, 4096, 8192}) decode(context, 8, true);
   for (int64_t sources : {3, 9}) mix(sources, 512, 2304);
   mix(9, 256, 7168);
 }

@@ -130,6 +130,8 @@ Var mla_attention(Var q, Var c, Var k_pe, Param& kv_b, const MlaShape& s, const 
   check("c", c.value(), q.rows(), s.rank);
   check("k_pe", k_pe.value(), q.rows(), s.rope);
   check(kv_b.name.c_str(), kv_b.value, s.heads * (s.nope + s.value), s.rank);
+  K3_CHECK(kv_b.value.dtype() == DType::f32 || kv_b.value.dtype() == DType::bf16, "[mla_attention] {} is {}; F32 or BF16 is wanted", kv_b.name,
+           name_of(kv_b.value.dtype()));
   if (cache) {
     const std::string want = LatentCache(0, s, cache->keep_expanded(), Device::null).name();
     K3_CHECK(cache->name() == want, "[mla_attention] the cache is a {}, not a {}", cache->name(), want);

@@ -10,23 +10,39 @@ namespace k3::cpu::K3_ISA {
 
 using namespace k3::simd;
 
-// What the registers hold: R rows by V vectors of accumulators.
-#ifdef K3_ISA_avx512
-constexpr int kR = 8, kV = 2, kWide = 8;
+// In a product every lane is a chain of its own, so the width of a vector does not show in the bits: `part` is what one register holds.
+// (GCC keeps vectors that are wider than a register in memory.) R rows by V parts of accumulators fill the register file.
+#if defined(K3_ISA_avx512)
+constexpr int kPart = 16, kR = 8;
+#elif defined(K3_ISA_avx2)
+constexpr int kPart = 8, kR = 6;
 #else
-constexpr int kR = 4, kV = 1, kWide = 4;
+constexpr int kPart = 4, kR = 4;
 #endif
+constexpr int kV = 2, kWide = 8;
+typedef float part __attribute__((vector_size(kPart * 4)));
+typedef int32_t part_bits __attribute__((vector_size(kPart * 4)));
+typedef float part_mem __attribute__((vector_size(kPart * 4), aligned(4), may_alias));
+typedef uint16_t half_part __attribute__((vector_size(kPart * 2), aligned(2), may_alias));
 
-typedef uint16_t half_vec __attribute__((vector_size(32), aligned(2), may_alias));
-K3_INLINE vec load_any(const float* p) { return load(p); }
-K3_INLINE vec load_any(const uint16_t* p) {  // bfloat16
-  return vec(__builtin_convertvector(*reinterpret_cast<const half_vec*>(p), ivec) << 16);
+K3_INLINE part load_part(const float* p) { return *reinterpret_cast<const part_mem*>(p); }
+K3_INLINE part load_part(const uint16_t* p) {  // bfloat16
+  return part(__builtin_convertvector(*reinterpret_cast<const half_part*>(p), part_bits) << 16);
 }
-K3_INLINE vec load_any_n(const float* p, int64_t n) { return load_n(p, n); }
-K3_INLINE vec load_any_n(const uint16_t* p, int64_t n) {
-  ivec v{};
-  for (int64_t i = 0; i < n && i < kLanes; ++i) v[i] = int32_t(uint32_t(p[i]) << 16);
-  return vec(v);
+K3_INLINE float widen(float x) { return x; }
+K3_INLINE float widen(uint16_t x) { return __builtin_bit_cast(float, uint32_t(x) << 16); }
+template <class B>
+K3_INLINE part load_part_n(const B* p, int64_t n) {
+  if (n >= kPart) return load_part(p);
+  part v{};
+  for (int64_t i = 0; i < n; ++i) v[i] = widen(p[i]);
+  return v;
+}
+K3_INLINE void store_part_n(float* p, part v, int64_t n) {
+  if (n >= kPart)
+    *reinterpret_cast<part_mem*>(p) = v;
+  else
+    for (int64_t i = 0; i < n; ++i) p[i] = v[i];
 }
 
 enum class Into { set, add, scaled };  // C = AB,  C += AB,  C = C * factor[row] + AB
@@ -49,24 +65,28 @@ template <bool transposed, bool fetch, int R, int V, bool tail, class B>
 static void product_block(const TileProduct<B>& p, int64_t i, int64_t j, int64_t cols) {
   const float* a = p.a + (transposed ? i : i * p.lda);
   const B* b = p.b + j;
-  vec s[R][V];
+  float* c_row = p.c + i * p.ldc + j;  // copies of what the stores below could otherwise seem to change
+  const float* factor = p.factor + i;
+  const int64_t ldc = p.ldc;
+  const Into into = p.into;
+  part s[R][V];
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
-    for (int v = 0; v < V; ++v) s[r][v] = zero();
+    for (int v = 0; v < V; ++v) s[r][v] = part{};
   for (int64_t k = 0; k < p.k; ++k) {
-    vec x[V];
+    part x[V];
 #pragma GCC unroll 8
-    for (int v = 0; v < V; ++v) x[v] = tail ? load_any_n(b, cols) : load_any(b + v * kLanes);
+    for (int v = 0; v < V; ++v) x[v] = tail ? load_part_n(b, cols) : load_part(b + v * kPart);
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
-      vec y = splat(transposed ? a[r] : a[r * p.lda]);
+      const float y = transposed ? a[r] : a[r * p.lda];
 #pragma GCC unroll 8
-      for (int v = 0; v < V; ++v) s[r][v] = fma(y, x[v], s[r][v]);
+      for (int v = 0; v < V; ++v) s[r][v] = y * x[v] + s[r][v];
     }
     if (fetch)
 #pragma GCC unroll 8
-      for (int v = 0; v < V; ++v) __builtin_prefetch(b + p.ahead + v * kLanes, 0, 2);
+      for (int v = 0; v < V; ++v) __builtin_prefetch(b + p.ahead + v * kPart, 0, 2);
     a += transposed ? p.lda : 1;
     b += p.ldb;
   }
@@ -74,12 +94,12 @@ static void product_block(const TileProduct<B>& p, int64_t i, int64_t j, int64_t
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
     for (int v = 0; v < V; ++v) {
-      float* c = p.c + (i + r) * p.ldc + j + v * kLanes;
-      int64_t n = tail ? cols : kLanes;
-      vec t = s[r][v];
-      if (p.into == Into::add) t = load_n(c, n) + t;
-      if (p.into == Into::scaled) t = fma(load_n(c, n), splat(p.factor[i + r]), t);
-      store_n(c, t, n);
+      float* c = c_row + r * ldc + v * kPart;
+      int64_t n = tail ? cols : kPart;
+      part t = s[r][v];
+      if (into == Into::add) t = load_part_n(c, n) + t;
+      if (into == Into::scaled) t = load_part_n(c, n) * factor[r] + t;
+      store_part_n(c, t, n);
     }
 }
 
@@ -97,13 +117,13 @@ template <bool transposed = false, bool fetch = false, class B>
 static void tile_product(const TileProduct<B>& p) {
   int64_t j = 0;
   if (p.m == 1)  // a single row: more columns at once hide the latency
-    for (; j + kWide * kLanes <= p.n; j += kWide * kLanes) product_block<transposed, fetch, 1, kWide, false>(p, 0, j, kLanes);
-  for (; j + kV * kLanes <= p.n; j += kV * kLanes) product_columns<transposed, fetch, kV, false>(p, j, kLanes);
-  if (kV > 1)
-    for (; j + kLanes <= p.n; j += kLanes) product_columns<transposed, fetch, 1, false>(p, j, kLanes);
+    for (; j + kWide * kPart <= p.n; j += kWide * kPart) product_block<transposed, fetch, 1, kWide, false>(p, 0, j, kPart);
+  for (; j + kV * kPart <= p.n; j += kV * kPart) product_columns<transposed, fetch, kV, false>(p, j, kPart);
+  for (; j + kPart <= p.n; j += kPart) product_columns<transposed, fetch, 1, false>(p, j, kPart);
   if (j < p.n) product_columns<transposed, fetch, 1, true>(p, j, p.n - j);
 }
 
+#ifdef K3_ISA_avx512
 // Lane i of the result is the sum of the lanes of a[i]: the tree of simd::sum, sixteen at once.
 K3_INLINE vec sums(vec* a) {
   const ivec lo8 = {0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23}, hi8 = {8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31};
@@ -118,37 +138,58 @@ K3_INLINE vec sums(vec* a) {
   for (int i = 0; i < 2; ++i) a[i] = __builtin_shuffle(a[i], a[i + 2], lo2) + __builtin_shuffle(a[i], a[i + 2], hi2);
   return __builtin_shuffle(a[0], a[1], lo1) + __builtin_shuffle(a[0], a[1], hi1);
 }
+#endif
 
-// C[i][j] = A[i] . B[j]: rows of both run along k (k need not divide by sixteen). B float or bfloat16.
-template <int R, class B>
+// C[i][j] = A[i] . B[j]: rows of both run along k (k need not divide by sixteen). B float or bfloat16. R x C sums at a time; each is sixteen
+// chains, in as many parts as sixteen lanes have, closed by the tree.
+constexpr int kParts = kLanes / kPart;
+template <int R, int C, class B>
 static void dots_block(const float* a, int64_t lda, const B* b, int64_t ldb, float* c, int64_t ldc, int64_t n, int64_t k) {
-  constexpr int C = 16 / R;  // sixteen sums at once
   for (int64_t j = 0; j < n; j += C) {
     int64_t cols = n - j < C ? n - j : C;
     const B* row[C];
 #pragma GCC unroll 16
     for (int x = 0; x < C; ++x) row[x] = b + (j + (x < cols ? x : 0)) * ldb;
-    vec s[16];
+    part s[R * C][kParts];
 #pragma GCC unroll 16
-    for (int x = 0; x < 16; ++x) s[x] = zero();
+    for (int x = 0; x < R * C; ++x)
+#pragma GCC unroll 4
+      for (int h = 0; h < kParts; ++h) s[x][h] = part{};
     int64_t q = 0;
     for (; q + kLanes <= k; q += kLanes) {
-      vec left[R];
 #pragma GCC unroll 4
-      for (int r = 0; r < R; ++r) left[r] = load(a + r * lda + q);
+      for (int h = 0; h < kParts; ++h) {
+        part left[R];
+#pragma GCC unroll 4
+        for (int r = 0; r < R; ++r) left[r] = load_part(a + r * lda + q + h * kPart);
 #pragma GCC unroll 16
-      for (int x = 0; x < C; ++x) {
-        vec right = load_any(row[x] + q);
-        __builtin_prefetch(row[x] + C * ldb + q);
+        for (int x = 0; x < C; ++x) {
+          part right = load_part(row[x] + q + h * kPart);
 #pragma GCC unroll 4
-        for (int r = 0; r < R; ++r) s[r * C + x] = fma(left[r], right, s[r * C + x]);
+          for (int r = 0; r < R; ++r) s[r * C + x][h] = left[r] * right + s[r * C + x][h];
+        }
       }
+#pragma GCC unroll 16
+      for (int x = 0; x < C; ++x) __builtin_prefetch(row[x] + C * ldb + q);
     }
-    if (q < k)
+    for (int h = 0; h < kParts && q < k; ++h, q += kPart)
       for (int x = 0; x < C; ++x)
-        for (int r = 0; r < R; ++r) s[r * C + x] = fma(load_n(a + r * lda + q, k - q), load_any_n(row[x] + q, k - q), s[r * C + x]);
-    float out[16];
-    store(out, sums(s));
+        for (int r = 0; r < R; ++r) s[r * C + x][h] = load_part_n(a + r * lda + q, k - q) * load_part_n(row[x] + q, k - q) + s[r * C + x][h];
+    float out[R * C];
+#ifdef K3_ISA_avx512
+    vec all[16];
+#pragma GCC unroll 16
+    for (int x = 0; x < 16; ++x) all[x] = x < R * C ? s[x < R * C ? x : 0][0] : zero();
+    store(out, sums(all));
+#else
+    for (int x = 0; x < R * C; ++x) {
+      float lanes[kLanes];
+      for (int h = 0; h < kParts; ++h) store_part_n(lanes + h * kPart, s[x][h], kPart);
+      for (int step = 8; step; step /= 2)
+        for (int i = 0; i < step; ++i) lanes[i] += lanes[i + step];
+      out[x] = lanes[0];
+    }
+#endif
     for (int r = 0; r < R; ++r)
       for (int64_t x = 0; x < cols; ++x) c[r * ldc + j + x] = out[r * C + x];
   }
@@ -156,9 +197,14 @@ static void dots_block(const float* a, int64_t lda, const B* b, int64_t ldb, flo
 
 template <class B>
 static void tile_dots(int64_t m, int64_t n, int64_t k, const float* a, int64_t lda, const B* b, int64_t ldb, float* c, int64_t ldc) {
+#ifdef K3_ISA_avx512
+  constexpr int R = 4, C = 4, C1 = 16;
+#else
+  constexpr int R = 2, C = 2, C1 = 4;
+#endif
   int64_t i = 0;
-  for (; i + 4 <= m; i += 4) dots_block<4>(a + i * lda, lda, b, ldb, c + i * ldc, ldc, n, k);
-  for (; i < m; ++i) dots_block<1>(a + i * lda, lda, b, ldb, c + i * ldc, ldc, n, k);
+  for (; i + R <= m; i += R) dots_block<R, C>(a + i * lda, lda, b, ldb, c + i * ldc, ldc, n, k);
+  for (; i < m; ++i) dots_block<1, C1>(a + i * lda, lda, b, ldb, c + i * ldc, ldc, n, k);
 }
 
 K3_INLINE void copy_floats(float* to, const float* from, int64_t n) { __builtin_memcpy(to, from, size_t(n) * sizeof(float)); }
