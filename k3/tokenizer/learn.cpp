@@ -19,8 +19,8 @@ struct Hash {
 using Counts = std::unordered_map<std::string, int64_t, Hash, std::equal_to<>>;
 
 // The distinct pieces lie one after the other as linked parts, and every pair knows where it may occur, so a merge costs as much as the pair
-// has places. As in the encoder, a pair is its joined bytes: "a"+"bc" and "ab"+"c" count together, and whatever spells an earlier token is
-// joined at once. So the parts here are always what the encoder would make of the pieces.
+// has places. The parts are always what the encoder would make of the pieces. It knows a pair by its joined bytes, the learner by its two
+// ids; that is the same: the merges inside a stretch of text that two parts cover are those of that text alone, so its split is unique.
 class Learner {
  public:
   explicit Learner(const Counts& pieces) {
@@ -43,19 +43,17 @@ class Learner {
     while (!queue_.empty()) {
       const auto [count, best] = queue_.top();
       queue_.pop();
-      if (pairs_[best].token) continue;
-      if (pairs_[best].count < count) {  // it has lost places since it was offered
-        if (pairs_[best].count > 1) queue_.push({pairs_[best].count, best});
+      if (pairs_[best].count != count) {
+        // it has lost places since it was offered, or was offered again with more
+        if (pairs_[best].count > 1 && pairs_[best].count < count) queue_.push({pairs_[best].count, best});
         continue;
       }
-      if (pairs_[best].count > count) continue;  // offered again since
       const int32_t rank = int32_t(tokens.size());
       tokens.push_back(pairs_[best].bytes);
-      pairs_[best].token = rank;
       std::vector<int32_t> where = std::move(pairs_[best].where);
       std::sort(where.begin(), where.end());  // leftmost first
       for (const int32_t at : where)
-        if (parts_[at].pair == best) join(at);
+        if (parts_[at].pair == best) join(at, rank);
       offer();
       return true;
     }
@@ -73,7 +71,6 @@ class Learner {
   struct Pair {
     std::string bytes;
     int64_t count = 0;
-    int32_t token = 0;  // its rank, once it is a token (never below 256)
     bool offered = false;
     std::vector<int32_t> where;  // places it has or had
   };
@@ -83,12 +80,8 @@ class Learner {
   };
 
   int32_t pair_of(int32_t left, int32_t right) {
-    const auto [found, fresh] = by_ids_.try_emplace(uint64_t(left) << 32 | uint32_t(right), 0);
-    if (fresh) {
-      const auto [pair, added] = by_bytes_.try_emplace(tokens[left] + tokens[right], int32_t(pairs_.size()));
-      if (added) pairs_.push_back({.bytes = pair->first});
-      found->second = pair->second;
-    }
+    const auto [found, fresh] = pair_of_.try_emplace(uint64_t(left) << 32 | uint32_t(right), int32_t(pairs_.size()));
+    if (fresh) pairs_.push_back({.bytes = tokens[left] + tokens[right]});
     return found->second;
   }
   void add(int32_t at) {
@@ -97,7 +90,6 @@ class Learner {
     if (part.pair < 0) return;
     Pair& pair = pairs_[part.pair];
     pair.count += weights_[part.piece];
-    if (pair.token) return;  // joined before anything else happens
     pair.where.push_back(at);
     if (!pair.offered) changed_.push_back(part.pair), pair.offered = true;
   }
@@ -106,20 +98,15 @@ class Learner {
     pairs_[parts_[at].pair].count -= weights_[parts_[at].piece];
     parts_[at].pair = -1;
   }
-  void join(int32_t at) {
-    while (at >= 0) {
-      Part& part = parts_[at];
-      const int32_t rank = pairs_[part.pair].token, gone = part.after;
-      remove(at), remove(gone), remove(part.before);
-      part.id = rank;
-      part.after = parts_[gone].after;
-      if (part.after >= 0) parts_[part.after].before = at;
-      add(at);
-      if (part.before >= 0) add(part.before);
-      auto token = [&](int32_t i) { return i < 0 || parts_[i].pair < 0 ? 0 : pairs_[parts_[i].pair].token; };
-      const int32_t left = token(part.before), right = token(at);
-      at = left && (!right || left <= right) ? part.before : right ? at : -1;
-    }
+  void join(int32_t at, int32_t rank) {
+    Part& part = parts_[at];
+    const int32_t gone = part.after;
+    remove(at), remove(gone), remove(part.before);
+    part.id = rank;
+    part.after = parts_[gone].after;
+    if (part.after >= 0) parts_[part.after].before = at;
+    add(at);
+    if (part.before >= 0) add(part.before);
   }
   void offer() {
     for (const int32_t p : changed_) {
@@ -132,8 +119,7 @@ class Learner {
   std::vector<Part> parts_;
   std::vector<int64_t> weights_;  // by piece: how often the text has it
   std::vector<Pair> pairs_;
-  std::unordered_map<uint64_t, int32_t, Hash> by_ids_;
-  std::unordered_map<std::string, int32_t> by_bytes_;
+  std::unordered_map<uint64_t, int32_t, Hash> pair_of_;  // by ids
   std::vector<int32_t> changed_;
   struct Later {
     const std::vector<Pair>* pairs;

@@ -111,12 +111,14 @@ TEST(reply, text_is_split_between_thinking_and_answer) {
   EXPECT_EQ(show(parse("a<|close|>think<|sep|><|open|>think<|sep|>b<|close|>think<|sep|><|open|>response<|sep|>c")), "think:ab say:c")
       << "two thinking parts";
 }
+TEST(reply, a_character_ends_with_its_field) { EXPECT_EQ(show(parse("\xF0\x9F\x98<|close|>think<|sep|>\x80")), "think:\uFFFD say:\uFFFD"); }
 TEST(reply, markers_spelled_by_ordinary_tokens_are_text) {
   Ids ids = bytes().encode("<|close|>think<|sep|> <|end_of_msg|> <|op");
   EXPECT_EQ(parse(bytes(), ids, true).reasoning, "<|close|>think<|sep|> <|end_of_msg|> <|op");
 }
 TEST(reply, what_the_model_forgets_to_close_is_closed) {
   EXPECT_EQ(show(parse("a<|open|>response<|sep|>b")), "think:a say:b") << "think";
+  EXPECT_EQ(show(parse("a<|open|>response<|sep|>b<|close|>response<|sep|>c")), "think:a say:bc");
   EXPECT_EQ(
       show(parse("a<|open|>tools<|sep|><|open|>call tool=\"f\"<|sep|><|open|>argument key=\"k\" type=\"number\"<|sep|>1<|close|>message<|sep|>")),
       "think:a say: call0:call_0:f({\"k\": 1})")
