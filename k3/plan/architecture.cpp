@@ -131,7 +131,7 @@ Architecture load_architecture(const std::string& what, const std::vector<std::s
     a.name += " " + s;
   }
   a.config.finish();
-  static const std::vector<std::string> kMixers = {"kda", "gdn", "mla", "gqa", "mfa", "mqa"};
+  static const std::vector<std::string> kMixers = {"kda", "gdn", "deltanet", "mla", "mla_absorbed", "gqa", "mfa", "mqa"};
   for (const std::string& m : a.config.mixer_of_layer)
     K3_CHECK(std::find(kMixers.begin(), kMixers.end(), m) != kMixers.end(), "[plan] the planner has no formulas for mixer '{}'; the nearest known one is '{}'",
              m, nearest(m, kMixers));

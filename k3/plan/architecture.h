@@ -6,7 +6,7 @@
 //   Architecture s = load_architecture("path/to/snapshot");             // any folder with a config.json
 //
 // Files of the deepseek_v3 and kimi_k2 types are read too: all layers are MLA, whose rotation changes no count. Beyond what the model code
-// runs, the planner knows mixers by their closed forms: gqa, mfa (256 + 256, one key head), mqa (MLA's wide form in prefill too), gdn.
+// runs, the planner knows two mixers by their closed forms: mfa (one key and value head of 256), mla_absorbed (MLA's wide form in prefill too).
 // Planner keys besides Config's: experts_format, trunk_format (bf16, fp8, fp8_block, mxfp8, mxfp4, nvfp4, int4, int4_g128, f32).
 #include <string>
 #include <vector>

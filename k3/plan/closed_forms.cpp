@@ -9,14 +9,14 @@ namespace k3::plan {
 MixerForm mixer_form(const Config& c, const std::string& mixer, int64_t chunk) {
   MixerForm f;
   const int64_t d = c.hidden_size;
-  if (mixer == "kda" || mixer == "gdn") {
+  if (mixer == "kda" || mixer == "gdn" || mixer == "deltanet") {  // one layer, three gates: a channel, a head, none
     const int64_t heads = c.kda_num_heads, k = c.kda_head_dim, p = heads * k;
     const int64_t low = d * k + k * p;  // two factors through rank k
-    const bool per_channel = mixer == "kda";
+    const bool channel = mixer == "kda", head = mixer == "gdn";
     f.heads = heads;
-    f.matrices = 4 * d * p + (per_channel ? low : d * heads) + d * heads + (c.use_full_rank_gate ? d * p : low);
-    f.replicated = (per_channel ? d * k : d * heads) + d * heads + (c.use_full_rank_gate ? 0 : d * k);
-    f.small = 3 * p * c.short_conv_kernel_size + heads + (per_channel ? p : heads) + k;
+    f.matrices = 4 * d * p + (channel ? low : head ? d * heads : 0) + d * heads + (c.use_full_rank_gate ? d * p : low);
+    f.replicated = (channel ? d * k : head ? d * heads : 0) + d * heads + (c.use_full_rank_gate ? 0 : d * k);
+    f.small = 3 * p * c.short_conv_kernel_size + k + (channel ? heads + p : head ? 2 * heads : 0);
     f.state = heads * k * k;
     f.window = (c.short_conv_kernel_size - 1) * 3 * p;
     f.token_prefill = double(heads) * (6.0 * double(k * k) + 3.0 * double(chunk * k) + double(chunk * chunk));
@@ -25,25 +25,24 @@ MixerForm mixer_form(const Config& c, const std::string& mixer, int64_t chunk) {
   }
   const int64_t h = c.num_attention_heads, gate = c.mla_use_output_gate ? 1 : 0;
   f.heads = h;
-  if (mixer == "mla" || mixer == "mqa") {
+  if (mixer == "mla" || mixer == "mla_absorbed") {
     const int64_t n = c.qk_nope_head_dim, r = c.qk_rope_head_dim, v = c.v_head_dim, latent = c.kv_lora_rank, q = c.q_lora_rank;
     f.matrices = (q ? d * q + q * h * (n + r) : d * h * (n + r)) + d * (latent + r) + latent * h * (n + v) + (1 + gate) * d * h * v;
     f.replicated = d * q + d * (latent + r);
     f.small = q + latent;
     f.cached = latent + r;
     f.pair_decode = 2.0 * double(h * (2 * latent + r));
-    f.pair_prefill = mixer == "mqa" ? f.pair_decode : 2.0 * double(h * (n + r + v));
+    f.pair_prefill = mixer == "mla" ? 2.0 * double(h * (n + r + v)) : f.pair_decode;
     return f;
   }
-  // gqa: num_key_value_heads keys and values of the MLA head's width without its shared part; mfa: one key head of twice that width
-  const bool mfa = mixer == "mfa";
-  const int64_t wide = mfa ? 2 * c.qk_nope_head_dim : c.qk_nope_head_dim, value = mfa ? 2 * c.v_head_dim : c.v_head_dim;
-  const int64_t kv = mfa ? 1 : c.num_key_value_heads, q = mfa ? c.q_lora_rank : 0;
-  f.matrices = (q ? d * q + q * h * wide : d * h * wide) + d * kv * (wide + value) + (1 + gate) * d * h * value;
-  f.replicated = d * q + (mfa ? d * (wide + value) : 0);
+  // plain keys and values: gqa has num_key_value_heads of them, mfa one (and MLA's query rank), mqa one vector that is both
+  const int64_t dim = c.attention_head_dim ? c.attention_head_dim : mixer == "mfa" ? 2 * c.v_head_dim : c.v_head_dim;
+  const int64_t q = mixer == "mfa" ? c.q_lora_rank : 0;
+  f.cached = (mixer == "gqa" ? 2 * c.num_key_value_heads : mixer == "mfa" ? 2 : 1) * dim;
+  f.matrices = (q ? d * q + q * h * dim : d * h * dim) + d * f.cached + (1 + gate) * d * h * dim;
+  f.replicated = d * q + (mixer == "gqa" ? 0 : d * f.cached);
   f.small = q;
-  f.cached = kv * (wide + value);
-  f.pair_prefill = f.pair_decode = 2.0 * double(h * (wide + value));
+  f.pair_prefill = f.pair_decode = 4.0 * double(h * dim);
   return f;
 }
 

@@ -149,7 +149,7 @@ std::vector<Agreement> agreement(const Architecture& a, CountedModel& model, int
   return {
       {"linear", "kv_b is inside mla_attention", c.of("linear") + c.of("logits"), t * (f.linear - experts - kv_b)},
       {"experts", "", c.of("experts"), t * experts},
-      {"mla_attention", "its own key counts; kv_b inside", c.of("mla_attention"), t * (own.attention + kv_b)},
+      {"attention", "its own key counts; kv_b inside", c.of("mla_attention") + c.of("attention"), t * (own.attention + kv_b)},
       {"delta_rule", "as chunks of 16", c.of("delta_rule"), t * delta_flops(a, 6, 5)},
       {"total", "against the plain closed form", c.products(), t * f.total()},
   };
@@ -162,7 +162,7 @@ std::vector<Agreement> prefill_agreement(const Architecture& a, CountedModel& mo
   return {
       {"linear", "", c.of("linear") + c.of("logits"), f.linear - T * experts},
       {"experts", "", c.of("experts"), T * experts},
-      {"mla_attention", "T (T + 1) / 2 pairs", c.of("mla_attention"), f.attention * (1 + 1 / T)},
+      {"attention", "T (T + 1) / 2 pairs", c.of("mla_attention") + c.of("attention"), f.attention * (1 + 1 / T)},
       {"delta_rule", "chunks of 16", c.of("delta_rule"), T * delta_flops(a, 6, 5)},
       {"total", "against the plain closed form", c.products(), f.total()},
   };

@@ -32,6 +32,17 @@ TEST_P(Shipped, code_and_closed_forms_count_the_same) {
 INSTANTIATE_TEST_SUITE_P(counts, Shipped, ::testing::Values("k3", "k2", "kimi-linear-48b", "deepseek-v3"),
                          [](const auto& info) { std::string s = info.param; for (char& c : s) if (c == '-') c = '_'; return s; });
 
+TEST(counts, other_mixers_count_the_same_too) {
+  for (const char* mixers : {"mixers=gqa", "mixers=mqa", "mixers=gdn,gdn,gdn,mla", "mixers=deltanet,mla"}) {
+    SCOPED_TRACE(mixers);
+    const Architecture a = load_architecture("kimi-linear-48b", {mixers, "num_key_value_heads=8", "num_experts=16", "attention_head_dim=256"});
+    CountedModel m(a, CountedModel::For::inference);
+    EXPECT_EQ(m.parameters(), parameters(a).total);
+    agree(agreement(a, m, 2, 4096));
+    agree(prefill_agreement(a, m, 4096));
+  }
+}
+
 TEST(counts, muon_of_k3s_experts) {
   const Architecture a = load_architecture("k3");
   CountedModel m(a, CountedModel::For::training);

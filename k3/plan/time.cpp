@@ -1,6 +1,7 @@
 #include "k3/plan/time.h"
 
 #include <algorithm>
+#include <cctype>
 #include <cmath>
 
 #include "k3/core/error.h"
@@ -148,10 +149,11 @@ StepTime step_time(const Architecture& a, const Hardware& h, const Deployment& d
     const MixerForm f = mixer_form(c, mixer);
     const double n = double(layers), H = double(c.num_attention_heads) / tp, nope = double(c.qk_nope_head_dim), rope = double(c.qk_rope_head_dim),
                  v = double(c.v_head_dim), rank = double(c.kv_lora_rank), rq = double(c.q_lora_rank);
-    std::string label = mixer == "mla" ? "MLA" : mixer == "kda" ? "KDA" : mixer == "gdn" ? "GDN" : mixer == "gqa" ? "GQA" : mixer == "mfa" ? "MFA" : "MQA";
+    std::string label = mixer;
+    for (char& ch : label) ch = ch == '_' ? ' ' : char(std::toupper(ch));
     if (f.state) {
       const double heads = double(c.kda_num_heads) / tp, k = double(c.kda_head_dim), P = heads * k, conv = double(c.short_conv_kernel_size);
-      std::vector<Gemm> list = {{hidden, (c.use_full_rank_gate ? 4 : 3) * P}, {hidden, double(c.kda_num_heads) + (mixer == "kda" ? k : double(c.kda_num_heads))}};
+      std::vector<Gemm> list = {{hidden, (c.use_full_rank_gate ? 4 : 3) * P}, {hidden, double(c.kda_num_heads) + (mixer == "kda" ? k : mixer == "gdn" ? double(c.kda_num_heads) : 0)}};
       if (mixer == "kda") list.push_back({k, P});
       if (!c.use_full_rank_gate) list.push_back({hidden, k}), list.push_back({k, P});
       list.push_back({P, hidden});
@@ -165,21 +167,21 @@ StepTime step_time(const Architecture& a, const Hardware& h, const Deployment& d
       continue;
     }
     std::vector<Gemm> list;
-    if (mixer == "mla" || mixer == "mqa") {
+    double value = v;
+    const bool latent = mixer.starts_with("mla");
+    const double split = mixer == "gqa" ? std::min(tp, double(c.num_key_value_heads)) : 1;  // one latent or shared head is on every rank
+    if (latent) {
       if (rq > 0) list = {{hidden, rq + rank + rope}, {rq, (nope + rope) * H}};
       else list = {{hidden, rank + rope}, {hidden, (nope + rope) * H}};
       list.push_back({rank, nope * H}), list.push_back({rank, v * H});
-    } else if (mixer == "mfa") {
-      if (rq > 0) list = {{hidden, rq + double(f.cached)}, {rq, 2 * nope * H}};
-      else list = {{hidden, double(f.cached)}, {hidden, 2 * nope * H}};
     } else {
-      list = {{hidden, nope * H + double(f.cached) / std::min(tp, double(c.num_key_value_heads))}};
+      value = f.pair_decode / 4 / double(f.heads);
+      if (mixer == "mfa" && rq > 0) list = {{hidden, rq + double(f.cached)}, {rq, value * H}};
+      else list = {{hidden, value * H + double(f.cached) / split}};
     }
-    const double value = mixer == "mfa" ? 2 * v : v;
     if (c.mla_use_output_gate) list.push_back({hidden, value * H});
     list.push_back({value * H, hidden});
     gemms(label + " projections", n, list, t);
-    const double split = mixer == "gqa" ? std::min(tp, double(c.num_key_value_heads)) : 1;  // one latent head is on every rank
     if (decode) {
       double bytes = w.batch * w.context * double(f.cached) * d.kv_bytes / split / double(d.dcp), flops = t * w.context * f.pair_decode / tp;
       core(label, n, attention_decode(h, bytes, flops),
