@@ -1,7 +1,7 @@
 // y = x W^T for rows sorted by expert, W in MXFP4. Weights are the left operand (M), tokens the right one (N), so few tokens pad to 8, not 64.
 //
 // Bound: few rows an expert: the stream of weights (0.53 bytes a weight); from 49 rows an expert on: tensor units.
-// A thread's codes are its own fragment: 8 of them (two a register) become bf16 in about 20 instructions; sign and magnitude are moved to their
+// A thread's codes are its own fragment: 8 of them (two a register) become bf16 in about 15 instructions; sign and magnitude are moved to their
 // places in bf16 and a product with 2^126 * scale makes the value, code 0.5 (a subnormal there) included. Exact.
 //
 // expert_stream: a warp walks the K of 16 weight rows with warp products of 8 tokens; weights are read from memory four blocks of 64 ahead.
@@ -16,25 +16,35 @@
 namespace k3::cuda {
 namespace {
 
-// Registers a0..a3 of a k16 step from 8 codes: value e of register r is nibble r + 4e.
-template <int r>
-__device__ __forceinline__ uint32_t expand(uint32_t codes, uint32_t scale) {
-  uint32_t magnitude = r < 2 ? codes << (6 - 4 * r) & 0x01C001C0u : codes >> (4 * r - 6) & 0x01C001C0u;
-  uint32_t x = (codes << (12 - 4 * r) & 0x80008000u) | magnitude, y;
+// Registers a0..a3 of a k16 step from a word of 8 codes. Each half of the word holds one code of each register, and three of the four lie so that
+// one shift brings sign and magnitude to bits 15 and 8..6 together; integer instructions run at half rate and are what bounds the stream.
+//   register 0: sign 15, magnitude 8 7 6    1: 12, 5 4 3    2: 9, 2 1 0    3: 14, 13 11 10
+constexpr uint32_t kSign = 0x80008000u, kMagnitude = 0x01C001C0u;
+__device__ __forceinline__ uint32_t times(uint32_t x, uint32_t scale) {
+  uint32_t y;
   asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(y) : "r"(x), "r"(scale));
   return y;
 }
-// scales: bytes row g group 0, group 1, row g + 8 group 0, group 1 of a block of 64 columns
+__device__ __forceinline__ void expand(uint32_t w, uint32_t low_scale, uint32_t high_scale, uint32_t (&a)[4]) {
+  a[0] = times(w & (kSign | kMagnitude), low_scale);
+  a[1] = times(w * 8 & (kSign | kMagnitude), high_scale);
+  a[2] = times(w * 64 & (kSign | kMagnitude), low_scale);
+  a[3] = times((w * 2 & kSign) | (w >> 5 & 0x01000100u) | (w >> 4 & 0x00C000C0u), high_scale);
+}
+// The word of eight codes: code e of register r.
+__device__ __forceinline__ uint32_t place(uint32_t code, int r, int e) {
+  uint32_t sign = code >> 3, m = code & 7;
+  uint32_t half = r == 0 ? sign << 15 | m << 6 : r == 1 ? sign << 12 | m << 3 : r == 2 ? sign << 9 | m : sign << 14 | (m >> 2) << 13 | (m & 3) << 10;
+  return half << (16 * e);
+}
+// scales: bytes row g group 0, group 1, row g + 8 group 0, group 1 of a block of 64 columns; a byte is the exponent field of 2^126 * scale
 __device__ __forceinline__ void expand_block(const uint4& codes, uint32_t scales, uint32_t (&a)[4][4]) {
   const uint32_t c[4] = {codes.x, codes.y, codes.z, codes.w};
   uint32_t s[4];
 #pragma unroll
-  for (int i = 0; i < 4; ++i) s[i] = ((scales >> (8 * i) & 255) + 126) * 0x00800080u;  // 2^(e - 1) twice
+  for (int i = 0; i < 4; ++i) s[i] = __byte_perm(scales, 0, 0x4440 + i) * 0x00800080u;
 #pragma unroll
-  for (int k = 0; k < 4; ++k) {
-    a[k][0] = expand<0>(c[k], s[k >> 1]), a[k][1] = expand<1>(c[k], s[2 + (k >> 1)]);
-    a[k][2] = expand<2>(c[k], s[k >> 1]), a[k][3] = expand<3>(c[k], s[2 + (k >> 1)]);
-  }
+  for (int k = 0; k < 4; ++k) expand(c[k], s[k >> 1], s[2 + (k >> 1)], a[k]);
 }
 
 __device__ __forceinline__ float tanh_exact(float x) {  // relative error near float32's, small x included
@@ -42,9 +52,13 @@ __device__ __forceinline__ float tanh_exact(float x) {  // relative error near f
   float y = a < 0.1f ? a * (1.f + a * a * (-1.f / 3 + a * a * (2.f / 15 - a * a * (17.f / 315)))) : 1.f - 2.f * rcp(e + 1.f);
   return copysignf(y, x);
 }
-__device__ __forceinline__ float situ(float g, float u, float beta, float linear_beta) {
-  return beta * tanh_exact(g / beta) * sigmoid(g) * linear_beta * tanh_exact(u / linear_beta);
-}
+struct Situ {
+  float beta, linear_beta, per_beta, per_linear_beta;
+  __device__ explicit Situ(const ExpertProductArgs& a) : beta(a.beta), linear_beta(a.linear_beta), per_beta(1.f / a.beta), per_linear_beta(1.f / a.linear_beta) {}
+  __device__ __forceinline__ float operator()(float g, float u) const {
+    return beta * tanh_exact(g * per_beta) * sigmoid(g) * linear_beta * tanh_exact(u * per_linear_beta);
+  }
+};
 
 __global__ void __launch_bounds__(256) mxfp4_pack_kernel(const Mxfp4PackArgs a) {
   const int64_t R = a.up_codes ? 2 * a.rows : a.rows, tiles = R / 16, blocks = a.columns / 64;
@@ -63,14 +77,18 @@ __global__ void __launch_bounds__(256) mxfp4_pack_kernel(const Mxfp4PackArgs a) 
   for (int k = 0; k < 4; ++k)
     for (int r = 0; r < 4; ++r) {
       uint8_t two = codes[r & 1][(k * 16 + (r >> 1) * 8 + 2 * t) / 2];
-      word[k] |= uint32_t(two & 15) << (4 * r) | uint32_t(two >> 4) << (4 * r + 16);
+      word[k] |= place(two & 15, r, 0) | place(two >> 4, r, 1);
     }
   *reinterpret_cast<uint4*>(a.packed + i * 16) = make_uint4(word[0], word[1], word[2], word[3]);
   if (t == 0) {
-    uint32_t s = scales[0][0] | scales[0][1] << 8 | scales[1][0] << 16 | uint32_t(scales[1][1]) << 24;
-    *reinterpret_cast<uint32_t*>(a.packed_scales + (i / 32 * 8 + g) * 4) = s;
+    uint32_t word = 0;
     int bad = 0;
-    for (int k = 0; k < 4; ++k) bad += (s >> (8 * k) & 255) == 0 || (s >> (8 * k) & 255) > 128;
+    for (int k = 0; k < 4; ++k) {
+      uint8_t scale = scales[k >> 1][k & 1];
+      bad += scale == 0 || scale > 128;
+      word |= uint32_t(uint8_t(scale + 126)) << (8 * k);
+    }
+    *reinterpret_cast<uint32_t*>(a.packed_scales + (i / 32 * 8 + g) * 4) = word;
     if (bad) atomicAdd(a.refused, bad);
   }
 }
@@ -123,13 +141,14 @@ __global__ void __launch_bounds__(256, 3) expert_stream_kernel(const __grid_cons
       }
     }
     const int g = lane >> 2;
+    const Situ situ(a);
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
       int r = (lane & 3) * 2 + e;
       if (r < rows) {
         int64_t row = begin + first + r;
         if (a.situ) {
-          static_cast<nv_bf16*>(a.y)[row * (a.R / 2) + tile * 8 + g] = __float2bfloat16_rn(situ(d[e], d[2 + e], a.beta, a.linear_beta));
+          static_cast<nv_bf16*>(a.y)[row * (a.R / 2) + tile * 8 + g] = __float2bfloat16_rn(situ(d[e], d[2 + e]));
         } else {
           float w = a.weight ? a.weight[row] : 1.f;
           nv_bf16* y = static_cast<nv_bf16*>(a.y) + row * a.R + tile * 16 + g;
@@ -144,7 +163,7 @@ __global__ void __launch_bounds__(256, 3) expert_stream_kernel(const __grid_cons
 constexpr int kRows = 128, kTokens = 256, kStages = 4, kStageBytes = kTokens * 128;
 constexpr int kMaxExperts = 1024;
 struct Place {  // in shared memory
-  static constexpr int stages = 0, out = kStages * kStageBytes, barriers = out + kTokens * 272, tokens = barriers + 64, ends = tokens + 2 * kTokens * 4,
+  static constexpr int stages = 0, out = kStages * kStageBytes, barriers = out + kTokens * 272, ends = barriers + 64,
                        bytes = ends + (kMaxExperts + 1) * 4 + 1024;
 };
 
@@ -202,6 +221,7 @@ __device__ __forceinline__ void multiply(const ExpertProductArgs& a, const Tile&
 
   // transpose to (token, column) in shared memory, then whole lines out
   char* out = s + Place::out;
+  const Situ situ(a);
   const int width = a.situ ? kRows / 2 : kRows, stride = width * 2 + 16;
   named_barrier(1, 256);  // the tile before has left
 #pragma unroll
@@ -210,7 +230,7 @@ __device__ __forceinline__ void multiply(const ExpertProductArgs& a, const Tile&
       uint32_t r[2];
 #pragma unroll
       for (int jj = 0; jj < 2; ++jj)
-        r[jj] = pack(situ(d[4 * (j + jj)], d[4 * (j + jj) + 2], a.beta, a.linear_beta), situ(d[4 * (j + jj) + 1], d[4 * (j + jj) + 3], a.beta, a.linear_beta));
+        r[jj] = pack(situ(d[4 * (j + jj)], d[4 * (j + jj) + 2]), situ(d[4 * (j + jj) + 1], d[4 * (j + jj) + 3]));
       asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1,%2};" ::"r"(shared_address(out + ((j + (lane >> 3 & 1)) * 8 + (lane & 7)) * stride + warp * 16)),
                    "r"(r[0]), "r"(r[1])
                    : "memory");
@@ -259,27 +279,26 @@ __global__ void __launch_bounds__(384, 1) expert_product_kernel(const __grid_con
   __syncthreads();
 
   if (threadIdx.x >= 256) {
-    fewer_registers<40>();
-    const int tid = threadIdx.x - 256, chunk = tid & 7, blocks = a.K / 64;
-    int* tokens = reinterpret_cast<int*>(s + Place::tokens);
-    const nv_bf16* x = static_cast<const nv_bf16*>(a.x) + chunk * 8;
-    int step = 0, turn = 0;
+    fewer_registers<88>();
+    const int tid = threadIdx.x - 256, chunk = tid & 7, blocks = a.K / 64, pitch = a.K / 8;  // in chunks of 16 bytes
+    const uint4* x = static_cast<const uint4*>(a.x) + chunk;
+    const uint32_t to = shared_address(s + Place::stages) + swizzle128(tid >> 3, chunk * 16);
+    int step = 0;
     Tile tile;
-    for (int i = blockIdx.x; find(a, ends, i, tile); i += gridDim.x, turn ^= kTokens) {
-      for (int r = tid; r < kTokens; r += 128) {
-        int row = tile.first + min(r, tile.rows - 1);
-        tokens[turn + r] = a.gather ? a.gather[row] : row;
+    for (int i = blockIdx.x; find(a, ends, i, tile); i += gridDim.x) {
+      uint32_t from[kTokens / 16];  // of this thread's rows, 16 apart
+#pragma unroll
+      for (int g = 0; g < kTokens / 16; ++g) {
+        int row = tile.first + min(g * 16 + (tid >> 3), tile.rows - 1);
+        from[g] = (a.gather ? a.gather[row] : row) * pitch;
       }
-      named_barrier(2, 128);
       const int n = (tile.rows + 15) / 16;
       for (int block = 0; block < blocks; ++block, ++step) {
         const int stage = step % kStages;
         wait(empty + stage * 8, (step / kStages & 1) ^ 1);
-        const uint32_t to = shared_address(s + Place::stages + stage * kStageBytes);
-        for (int g = 0; g < n; ++g) {
-          int r = g * 16 + (tid >> 3);
-          copy16(to + swizzle128(r, chunk * 16), x + int64_t(tokens[turn + r]) * a.K + block * 64, r < tile.rows);
-        }
+#pragma unroll
+        for (int g = 0; g < kTokens / 16; ++g)
+          if (g < n) copy16(to + stage * kStageBytes + g * 16 * 128, x + block * 8 + from[g]);
         copy_commit();
         if (step >= 2) {  // two stages stay in flight
           copy_wait<2>();
@@ -294,7 +313,7 @@ __global__ void __launch_bounds__(384, 1) expert_product_kernel(const __grid_con
     return;
   }
 
-  more_registers<232>();
+  more_registers<208>();
   int step = 0;
   Tile tile;
   for (int i = blockIdx.x; find(a, ends, i, tile); i += gridDim.x) {
@@ -382,7 +401,7 @@ const char* expert_stream(const ExpertProductArgs& a, void* stream) {
 const char* expert_product(const ExpertProductArgs& a, void* stream) {
   if (a.experts > kMaxExperts) return "[moe] the grouped product serves up to 1024 experts a call";
   if (a.R % kRows || a.K % 128) return "[moe] the grouped product needs weight rows and columns that are multiples of 128";
-  if (a.rows == 0) return nullptr;
+  if (a.rows == 0) return nullptr;  // (offsets of rows are 32-bit, in 16 bytes)
   if (cudaError_t e = cudaFuncSetAttribute(expert_product_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Place::bytes); e != cudaSuccess) return cudaGetErrorString(e);
   expert_product_kernel<<<132, 384, Place::bytes, cudaStream_t(stream)>>>(a);
   return result();

@@ -318,8 +318,13 @@ TEST(moe, experts_without_rows_and_an_expert_with_all_rows_are_right) {
   expect_reference(moe, "all on one");
   expect_reference(Moe(2, 2, 24, 20, 30), "most without rows");
   testing::Step step;
-  auto none = Moe(0, 2, 24, 20, 30).run(step);
-  EXPECT_EQ(none.u.size(), 0);
+  auto run = Moe(2, 2, 24, 20, 30).run(step);
+  Routing none;
+  none.weights = Var(step.context, DType::f32, {0, 2}), none.experts = Tensor(nullptr, DType::i32, {0, 2}),
+  none.scores = Tensor(nullptr, DType::f32, {0, 30});
+  Var u = experts(Var(step.context, DType::f32, {0, 24}), none, run.w, kSitu);
+  step.backward(u, Values(0, 1));
+  EXPECT_EQ(u.size(), 0);
 }
 
 TEST(moe, a_token_does_not_depend_on_who_shares_its_experts) {
