@@ -84,6 +84,7 @@ void delta_rule_backward(const DeltaArgs& a) {
   const int64_t H = a.heads, K = a.key_dim, V = a.value_dim, k = delta_k(K), v = delta_v(V), memory = k * v, floats = delta_head_floats(K, V);
   const int64_t pairs = a.sequences * H, tasks = delta_tasks(pairs);
   parallel_for(tasks, [&](int64_t task) {
+    TinyIsZero tiny;
     float* at = a.scratch + task * delta_backward_scratch(K, V);
     auto take = [&](int64_t n) {
       float* p = at;

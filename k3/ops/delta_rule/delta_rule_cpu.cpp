@@ -37,6 +37,7 @@ static void forward(const DeltaArgs& a) {
   const int64_t H = a.heads, K = a.key_dim, V = a.value_dim, k = delta_k(K), v = delta_v(V), memory = k * v, floats = delta_head_floats(K, V);
   const int64_t pairs = a.sequences * H, tasks = delta_tasks(pairs);
   parallel_for(tasks, [&](int64_t task) {
+    TinyIsZero tiny;
     float* own = a.scratch + task * delta_forward_scratch(K, V);
     float *x = own + floats, *po = x + 32 * k, *ts = po + 32 * v, *kd = ts + 512, *all = kd + 16 * k, *value = all + k;
     for (int64_t pair = pairs * task / tasks; pair < pairs * (task + 1) / tasks; ++pair) {
@@ -90,6 +91,7 @@ static void forward(const DeltaArgs& a) {
 
 static void memory_now(const float* head, int64_t key_dim, int64_t value_dim, int64_t open, bool closed, float* memory, float* scratch) {
   const int64_t k = delta_k(key_dim), v = delta_v(value_dim);
+  TinyIsZero tiny;
   close(head_at(const_cast<float*>(head), k, v), !closed, open, memory, scratch, scratch + 16 * k, k, v);
 }
 

@@ -11,7 +11,7 @@
 // Bound: bytes 237 us at T 8192, 96 heads; the chain of T / 32 dependent steps and instruction issue (~1800 slots a step) come first.
 // Split: a block is one head of one sequence, 512 threads. Two scan warpgroups hold 64 rows each of S^T (v, k) in float32 accumulators; two
 // prep warpgroups take turns at building the operands of a chunk, one chunk ahead.
-// Precision: operands of products bf16; gates, sums, norms, state float32; inverse float32 with one tf32 merge.
+// Precision: operands of products bf16; gates, sums, norms, state, inverse float32.
 #include "k3/core/tile.cuh"
 #include "k3/core/wgmma.cuh"
 #include "k3/ops/delta_rule/delta_rule_cuda.h"
@@ -29,8 +29,7 @@ struct Half {
   static constexpr int xm = minus + 2 * C * 128;       // [32][64] bf16: columns 0-31 diag(r) X diag(beta), 32-63 M
   static constexpr int raw = xm + C * 128;             // q, k, x: [32] rows each
   static constexpr int lower = raw + 3 * C * kRawRow;  // [32][36] float, transposed: lower[m][i] = L_im
-  static constexpr int inverse = lower + C * 36 * 4;   // [32][20] float: the two diagonal blocks' inverses; [16][20] scratch
-  static constexpr int pre = inverse + 48 * 20 * 4;    // [128] float: 2^a
+  static constexpr int pre = lower + C * 36 * 4;       // [128] float: 2^a
   static constexpr int post = pre + D * 4;             // [128] float: 2^{G_31 - a}
   static constexpr int middle = post + D * 4;          // [128] float: G_15
   static constexpr int last = middle + D * 4;          // [128] float: sum over the second half (unbounded gates)
@@ -56,14 +55,13 @@ __device__ __forceinline__ uint32_t slice_offset(int token, int half) { return t
 
 template <bool kBounded>
 __device__ void prepare(const DeltaChunkArgs& a, const Chunk seq, char* shared, int turn, uint32_t full, uint32_t empty) {
-  const int tid = threadIdx.x & 127, lane = tid & 31, warp = tid >> 5, head = blockIdx.x;
-  const int half = warp >> 1, channel = (warp & 1) * 64 + lane * 2, barrier = 1 + turn;
+  const int tid = threadIdx.x & 127, warp = tid >> 5, half = warp >> 1, head = blockIdx.x, barrier = 1 + turn;
+  int lane = tid & 31, channel = (warp & 1) * 64 + lane * 2;
   char* s = shared + turn * kHalfBytes<kBounded>;
   float* middle = reinterpret_cast<float*>(s + Half::middle);
   float* last = reinterpret_cast<float*>(s + Half::last);
   float* norms = reinterpret_cast<float*>(s + Half::norms);
   float* lower = reinterpret_cast<float*>(s + Half::lower);
-  float* inverse = reinterpret_cast<float*>(s + Half::inverse);
   float* sums = reinterpret_cast<float*>(s + Half::sums);
   const char* raw = s + Half::raw;
 
@@ -89,13 +87,12 @@ __device__ void prepare(const DeltaChunkArgs& a, const Chunk seq, char* shared, 
 
   const float rate = expf(a.gate.A_log[head]);
   const float bias[2] = {a.gate.dt_bias[head * D + channel], a.gate.dt_bias[head * D + channel + 1]};
-  // rows 0-15, columns 16-31 of X stay zero
-  for (int i = tid; i < 16 * 8; i += 128) *reinterpret_cast<uint32_t*>(s + Half::xm + swizzle128(i >> 3, 32 + (i & 7) * 4)) = 0;
   load(turn);
   float b_next = beta_logit(turn);
 
   int round = 0;
   for (int c = turn; c < seq.chunks; c += 2, ++round) {
+    lane = opaque(lane), channel = opaque(channel);  // or else a hundred addresses are spilled
     const float beta = sigmoid(b_next);
     b_next = beta_logit(c + 2);
     copy_wait<0>();
@@ -184,7 +181,8 @@ __device__ void prepare(const DeltaChunkArgs& a, const Chunk seq, char* shared, 
     if constexpr (kBounded) {
       load(c + 2);
       float d[16];
-      uint64_t stack = describe(shared_address(s + Half::stack)), minus = describe(shared_address(s + Half::minus));
+      const uint32_t tiles = opaque(shared_address(s));
+      const uint64_t stack = describe(tiles + Half::stack), minus = describe(tiles + Half::minus);
       warpgroup_fence();
 #pragma unroll
       for (int k = 0; k < 8; ++k)
@@ -247,60 +245,22 @@ __device__ void prepare(const DeltaChunkArgs& a, const Chunk seq, char* shared, 
     named_barrier(barrier, 128);
     if constexpr (!kBounded) load(c + 2);
 
-    // 4. X = (I + L)^-1: the two diagonal blocks column by column (lane = column), then X21 = -X22 L21 X11
+    // 4. X = (I + L)^-1 by substitution, column by column (lane = column)
     if (warp == 0) {
-      const int block = lane >> 4, column = lane & 15;
-      float x[16];
+      float x[C];
 #pragma unroll
-      for (int i = 0; i < 16; ++i) x[i] = i == column ? 1.f : 0.f;
+      for (int i = 0; i < C; ++i) x[i] = i == lane ? 1.f : 0.f;
 #pragma unroll
-      for (int m = 0; m < 15; ++m) {
-        const float* l = lower + (block * 16 + m) * 36 + block * 16;
+      for (int m = 0; m < C - 1; ++m) {
 #pragma unroll
-        for (int i4 = (m + 1) / 4; i4 < 4; ++i4) {
-          float4 v = *reinterpret_cast<const float4*>(l + i4 * 4);  // entries up to m are zero: A is kept strictly lower
-          x[i4 * 4] -= v.x * x[m], x[i4 * 4 + 1] -= v.y * x[m], x[i4 * 4 + 2] -= v.z * x[m], x[i4 * 4 + 3] -= v.w * x[m];
+        for (int i = (m + 1) / 4 * 4; i < C; i += 4) {
+          float4 l = *reinterpret_cast<const float4*>(lower + m * 36 + i);  // entries up to m are zero: A is kept strictly lower
+          x[i] -= l.x * x[m], x[i + 1] -= l.y * x[m], x[i + 2] -= l.z * x[m], x[i + 3] -= l.w * x[m];
         }
       }
-        float* z = inverse + 32 * 20;
+      const float* token = reinterpret_cast<const float*>(s + Half::token);
 #pragma unroll
-      for (int i = 0; i < 16; ++i) {
-        inverse[(block * 16 + i) * 20 + column] = x[i];
-        float row_scale = __shfl_sync(~0u, r, block * 16 + i);
-        *reinterpret_cast<nv_bf16*>(s + Half::xm + swizzle128(block * 16 + i, (block * 16 + column) * 2)) = __float2bfloat16_rn(row_scale * x[i] * beta);
-      }
-      __syncwarp();
-      const int g = lane >> 2, t = lane & 3;
-      float d[2][4] = {};
-#pragma unroll
-      for (int k = 0; k < 16; k += 8) {  // Z = L21 X11
-        uint32_t fa[4] = {to_tf32(lower[(k + t) * 36 + 16 + g]), to_tf32(lower[(k + t) * 36 + 24 + g]), to_tf32(lower[(k + t + 4) * 36 + 16 + g]),
-                          to_tf32(lower[(k + t + 4) * 36 + 24 + g])};
-#pragma unroll
-        for (int n = 0; n < 2; ++n) mma_tf32(d[n], fa, to_tf32(inverse[(k + t) * 20 + n * 8 + g]), to_tf32(inverse[(k + t + 4) * 20 + n * 8 + g]));
-      }
-#pragma unroll
-      for (int n = 0; n < 2; ++n) {
-        *reinterpret_cast<float2*>(z + g * 20 + n * 8 + 2 * t) = make_float2(d[n][0], d[n][1]);
-        *reinterpret_cast<float2*>(z + (g + 8) * 20 + n * 8 + 2 * t) = make_float2(d[n][2], d[n][3]);
-        d[n][0] = d[n][1] = d[n][2] = d[n][3] = 0.f;
-      }
-      __syncwarp();
-      const float* x22 = inverse + 16 * 20;
-#pragma unroll
-      for (int k = 0; k < 16; k += 8) {
-        uint32_t fa[4] = {to_tf32(x22[g * 20 + k + t]), to_tf32(x22[(g + 8) * 20 + k + t]), to_tf32(x22[g * 20 + k + t + 4]), to_tf32(x22[(g + 8) * 20 + k + t + 4])};
-#pragma unroll
-        for (int n = 0; n < 2; ++n) mma_tf32(d[n], fa, to_tf32(z[(k + t) * 20 + n * 8 + g]), to_tf32(z[(k + t + 4) * 20 + n * 8 + g]));
-      }
-      float row0 = -__shfl_sync(~0u, r, 16 + g), row1 = -__shfl_sync(~0u, r, 24 + g);
-#pragma unroll
-      for (int n = 0; n < 2; ++n) {
-        int j = n * 8 + 2 * t;
-        float c0 = __shfl_sync(~0u, beta, j), c1 = __shfl_sync(~0u, beta, j + 1);
-        *reinterpret_cast<uint32_t*>(s + Half::xm + swizzle128(16 + g, j * 2)) = pack(row0 * d[n][0] * c0, row0 * d[n][1] * c1);
-        *reinterpret_cast<uint32_t*>(s + Half::xm + swizzle128(24 + g, j * 2)) = pack(row1 * d[n][2] * c0, row1 * d[n][3] * c1);
-      }
+      for (int i = 0; i < C; ++i) *reinterpret_cast<nv_bf16*>(s + Half::xm + swizzle128(i, lane * 2)) = __float2bfloat16_rn(token[i] * x[i] * beta);
     }
     publish();
     arrive(full);
@@ -383,12 +343,15 @@ __device__ void scan(const DeltaChunkArgs& a, const Chunk seq, char* shared, uin
     uint32_t vs[2][4];
 #pragma unroll
     for (int i = 0; i < 2; ++i) ldmatrix4_transposed(vs[i], shared_address(slice + slice_offset((2 * i + (lane >> 4)) * 8 + (lane & 7), (lane >> 3) & 1)));
+    float2 scales[4];
+#pragma unroll
+    for (int n = 0; n < 4; ++n) scales[n] = *reinterpret_cast<const float2*>(s + Half::token + (n * 8 + two) * 4);
     warpgroup_wait<1>();
     pin(left);
     uint32_t operand[2][4];
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
-      float2 r = *reinterpret_cast<const float2*>(s + Half::token + (n * 8 + two) * 4);
+      const float2 r = scales[n];
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         uint32_t u = vs[n >> 1][(n & 1) * 2 + h];
@@ -422,6 +385,8 @@ __device__ void scan(const DeltaChunkArgs& a, const Chunk seq, char* shared, uin
     wgmma<128, 1>(state, operand[1], minus + 2048 / 16, 1);
     warpgroup_commit();
     // 6. store O through the slice that held V
+#pragma unroll
+    for (int n = 0; n < 4; ++n) scales[n] = *reinterpret_cast<const float2*>(s + Half::token + (C + n * 8 + two) * 4);
     warpgroup_wait<1>();
     pin(right);
 #pragma unroll
@@ -429,7 +394,7 @@ __device__ void scan(const DeltaChunkArgs& a, const Chunk seq, char* shared, uin
 #pragma unroll
       for (int m = 0; m < 2; ++m) {
         int n = 2 * i + m;
-        float2 q = *reinterpret_cast<const float2*>(s + Half::token + (C + n * 8 + two) * 4);
+        const float2 q = scales[n];
         vs[i][2 * m] = pack(q.x * right[4 * n], q.y * right[4 * n + 1]), vs[i][2 * m + 1] = pack(q.x * right[4 * n + 2], q.y * right[4 * n + 3]);
       }
       stmatrix4_transposed(shared_address(slice + slice_offset((2 * i + (lane >> 4)) * 8 + (lane & 7), (lane >> 3) & 1)), vs[i]);
@@ -442,14 +407,16 @@ __device__ void scan(const DeltaChunkArgs& a, const Chunk seq, char* shared, uin
       if (c * C + token < seq.length) *reinterpret_cast<uint4*>(o + (seq.begin + c * C + token) * a.o_stride + part * 8) = u;
     }
     // 7. S' = 2^{G_31 - a} (S~ + K-^T U)
+    float2 m[16];
+    if constexpr (kBounded) {
+#pragma unroll
+      for (int j = 0; j < 16; ++j) m[j] = *reinterpret_cast<const float2*>(s + Half::post + (j * 8 + two) * 4);
+    }
     warpgroup_wait<0>();
     pin(state);
     if constexpr (kBounded) {
 #pragma unroll
-      for (int j = 0; j < 16; ++j) {
-        float2 m = *reinterpret_cast<const float2*>(s + Half::post + (j * 8 + two) * 4);
-        state[4 * j] *= m.x, state[4 * j + 1] *= m.y, state[4 * j + 2] *= m.x, state[4 * j + 3] *= m.y;
-      }
+      for (int j = 0; j < 16; ++j) state[4 * j] *= m[j].x, state[4 * j + 1] *= m[j].y, state[4 * j + 2] *= m[j].x, state[4 * j + 3] *= m[j].y;
     }
     __syncwarp();
     if (lane == 0) arrive(empty + turn * 8);

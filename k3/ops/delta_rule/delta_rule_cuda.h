@@ -58,6 +58,7 @@ struct DeltaStepArgs {
   float eps;
   void* y;  // (rows, H*128) bf16
   int rows, heads;
+  bool chained;               // start while the kernel in front still runs; these slots, windows and weights must be older than that kernel
 };
 const char* delta_step(const DeltaStepArgs&, void* stream);
 

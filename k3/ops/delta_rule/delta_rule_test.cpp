@@ -99,6 +99,15 @@ TEST(delta_rule, packed_sequences_equal_reference) {
     expect_equals_reference(DeltaInputs(207, 2, 16, 32, gate), Batch::of_lengths({100, 37, 0, 64, 5, 1, 0}), "packed");
 }
 
+// More heads and sequences than pieces of work, so that one piece goes through several: nothing may be carried from one to the next.
+TEST(delta_rule, many_short_sequences_equal_reference) {
+  std::vector<int64_t> lengths;
+  for (int64_t s = 0; s < 100; ++s) lengths.push_back(s * 7 % 23);
+  Batch batch = Batch::of_lengths(lengths);
+  ASSERT_GT(batch.sequences() * 3, 2 * cpu::kDeltaTasks);
+  expect_equals_reference(DeltaInputs(batch.tokens(), 3, 16, 16), batch, "short");
+}
+
 // Keys that repeat, writing at full strength, next to no forgetting: an inverse made from powers would blow up here.
 TEST(delta_rule, aligned_keys_stay_exact) {
   for (int64_t K : {64, 128}) {

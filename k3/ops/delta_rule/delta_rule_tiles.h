@@ -26,6 +26,15 @@ typedef float reg_mem __attribute__((vector_size(kWidth * 4), aligned(4), may_al
 K3_INLINE reg get(const float* p) { return *reinterpret_cast<const reg_mem*>(p); }
 K3_INLINE void put(float* p, reg v) { *reinterpret_cast<reg_mem*>(p) = v; }
 
+// Strong forgetting makes numbers below 2^-126, over which some processors take a hundred times longer. While this lives they are zero.
+struct TinyIsZero {
+#ifdef __SSE__
+  unsigned before = __builtin_ia32_stmxcsr();
+  __attribute__((always_inline)) TinyIsZero() { __builtin_ia32_ldmxcsr(before | 0x8040); }
+  __attribute__((always_inline)) ~TinyIsZero() { __builtin_ia32_ldmxcsr(before); }
+#endif
+};
+
 // ---- C (m, cols) = A (m, depth) B (depth, cols). A's columns come in blocks of 32, `a_jump` apart: 32 for a plain matrix, a panel for S.
 struct Factor {
   const float* at;

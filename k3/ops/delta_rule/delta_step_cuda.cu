@@ -23,6 +23,7 @@ __global__ void __launch_bounds__(256, 2) delta_step_kernel(const __grid_constan
   nv_bf16* y = static_cast<nv_bf16*>(a.y) + row * a.y_stride + head * D;
   const int slot = a.slots[row];
   if (slot < 0) {
+    asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory");
     if (threadIdx.x < 64) reinterpret_cast<uint32_t*>(y)[threadIdx.x] = 0;
     return;
   }
@@ -33,22 +34,34 @@ __global__ void __launch_bounds__(256, 2) delta_step_kernel(const __grid_constan
 #pragma unroll
   for (int i = 0; i < 16; ++i) S[i] = *reinterpret_cast<const float4*>(state + i * D);
 
-  // 2. convolutions and the decay: 128 threads take q and v, the others k and the gate
+  // 2. convolutions and the decay: 128 threads take q and v, the others k and the gate. Windows and weights are read before the kernel in front of
+  // this one has finished, its results after.
+  const bool first = threadIdx.x < 128;
   nv_bf16* windows = static_cast<nv_bf16*>(a.window) + int64_t(slot) * 9 * channels + channel;
-  auto convolve = [&](const void* in, int64_t stride, const float* weight, int which) {
-    float4 w = *reinterpret_cast<const float4*>(weight + channel * 4);
-    nv_bf16 *w0 = windows + which * channels, *w1 = w0 + 3 * channels, *w2 = w1 + 3 * channels;
-    nv_bf16 now = static_cast<const nv_bf16*>(in)[row * stride + channel], x1 = *w1, x2 = *w2;
-    float sum = w.x * to_f32(*w0) + w.y * to_f32(x1) + w.z * to_f32(x2) + w.w * to_f32(now);
-    *w0 = x1, *w1 = x2, *w2 = now;
+  struct Conv {
+    nv_bf16 x0, x1, x2;
+    float4 w;
+  };
+  auto before = [&](const float* weight, int which) {
+    const nv_bf16* w = windows + which * channels;
+    return Conv{w[0], w[3 * channels], w[6 * channels], *reinterpret_cast<const float4*>(weight + channel * 4)};
+  };
+  auto convolve = [&](const Conv& c, const void* in, int64_t stride, int which) {
+    nv_bf16 now = static_cast<const nv_bf16*>(in)[row * stride + channel], *w = windows + which * channels;
+    float sum = c.w.x * to_f32(c.x0) + c.w.y * to_f32(c.x1) + c.w.z * to_f32(c.x2) + c.w.w * to_f32(now);
+    w[0] = c.x1, w[3 * channels] = c.x2, w[6 * channels] = now;
     return sum * sigmoid(sum);
   };
-  if (threadIdx.x < 128) {
-    q[t] = convolve(a.q, a.q_stride, a.q_conv, 0);
-    v[t] = convolve(a.v, a.v_stride, a.v_conv, 2);
+  Conv one = before(first ? a.q_conv : a.k_conv, first ? 0 : 1), two{};
+  float bias = 0.f, rate = 0.f;
+  if (first) two = before(a.v_conv, 2); else bias = a.gate.dt_bias[channel], rate = expf(a.gate.A_log[head]);
+  asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory");
+  if (first) {
+    q[t] = convolve(one, a.q, a.q_stride, 0);
+    v[t] = convolve(two, a.v, a.v_stride, 2);
   } else {
-    k[t] = convolve(a.k, a.k_stride, a.k_conv, 1);
-    float z = to_f32(static_cast<const nv_bf16*>(a.x)[row * a.x_stride + channel]) + a.gate.dt_bias[channel], rate = expf(a.gate.A_log[head]);
+    k[t] = convolve(one, a.k, a.k_stride, 1);
+    float z = to_f32(static_cast<const nv_bf16*>(a.x)[row * a.x_stride + channel]) + bias;
     float g = a.gate.bounded ? a.gate.bound / (1.f + expf(-rate * z)) : -rate * (fmaxf(z, 0.f) + log1pf(expf(-fabsf(z))));
     decay[t] = expf(g);
   }
@@ -107,8 +120,10 @@ __global__ void __launch_bounds__(256, 2) delta_step_kernel(const __grid_constan
 const char* delta_step(const DeltaStepArgs& a, void* stream) {
   if (a.rows == 0 || a.heads == 0) return nullptr;
   if (a.g_stride % 4 || a.y_stride % 4) return "[delta_rule] the step's g and y need row strides that are multiples of 4 elements";
-  delta_step_kernel<<<dim3(a.heads, a.rows), 256, 0, cudaStream_t(stream)>>>(a);
-  cudaError_t e = cudaGetLastError();
+  cudaLaunchAttribute chain{cudaLaunchAttributeProgrammaticStreamSerialization, {}, {}};
+  chain.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{dim3(a.heads, a.rows), dim3(256), 0, cudaStream_t(stream), &chain, a.chained ? 1u : 0u};
+  cudaError_t e = cudaLaunchKernelEx(&config, delta_step_kernel, a);
   return e == cudaSuccess ? nullptr : cudaGetErrorString(e);
 }
 
