@@ -274,6 +274,9 @@ void time_step() {
                           conv.data, conv.data + W * 4, conv.data + W * 8, w.data, state.data, nullptr, {true, -5.f, A.data, dt.data}, 0.0884f, n.data, 1e-5f, y.data, s.rows, s.heads};
     double us = time_us([&](int i, cudaStream_t st) { a.slots = sets[i % s.sets].data; launched(delta_step(a, st)); }, 24);
     report("KDA decode step, B " + std::to_string(s.rows) + ", " + std::to_string(s.heads) + " heads", us, s.floor);
+    a.chained = true;
+    us = time_us([&](int i, cudaStream_t st) { a.slots = sets[i % s.sets].data; launched(delta_step(a, st)); }, 24);
+    report("KDA decode step, chained launches, B " + std::to_string(s.rows) + ", " + std::to_string(s.heads) + " heads", us, s.floor);
   }
 }
 

@@ -33,4 +33,11 @@ __device__ __forceinline__ void tensor_load(uint32_t shared, const CUtensorMap& 
                : "memory");
 }
 
+// The same box into every block of the cluster whose bit is set, at the same place and completing on the same barrier of each.
+__device__ __forceinline__ void tensor_load_multicast(uint32_t shared, const CUtensorMap& map, int column, int row, int outer, uint32_t barrier, uint16_t blocks) {
+  asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(shared),
+               "l"(reinterpret_cast<uint64_t>(&map)), "r"(column), "r"(row), "r"(outer), "r"(barrier), "h"(blocks)
+               : "memory");
+}
+
 }  // namespace k3

@@ -102,6 +102,9 @@ __device__ __forceinline__ void stmatrix4_transposed(uint32_t address, const uin
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
 }
 
+// The compiler forgets what it knows about x: addresses made from it are computed where they are used, not kept over a whole loop.
+__device__ __forceinline__ int opaque(int x) { asm volatile("" : "+r"(x)); return x; }
+
 // ---- warp products: D[16, 8] += A[16, K] B[K, 8] ---------------------------------------------------------------------------------------------
 __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {  // bf16, K = 16
   asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
@@ -144,6 +147,14 @@ __device__ __forceinline__ void wait(uint32_t barrier, uint32_t parity) {
       "@p bra done;\n"
       "bra again;\n"
       "done:}" ::"r"(barrier), "r"(parity) : "memory");
+}
+// Blocks of a cluster: all of them meet; and an arrival at the same barrier of block `rank`.
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+__device__ __forceinline__ uint32_t cluster_rank() { uint32_t r; asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(r)); return r; }
+__device__ __forceinline__ void arrive_at(uint32_t barrier, uint32_t rank) {
+  asm volatile("{.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\nmbarrier.arrive.shared::cluster.b64 _, [there];}" ::"r"(barrier), "r"(rank) : "memory");
 }
 template <int kRegisters> __device__ __forceinline__ void more_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters)); }
 template <int kRegisters> __device__ __forceinline__ void fewer_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters)); }

@@ -28,7 +28,24 @@ constexpr int latent_decode_splits(int longest, int split_pages) { return (longe
 constexpr int64_t latent_decode_workspace(int rows, int heads, int longest, int split_pages) {
   return int64_t(rows) * latent_decode_splits(longest, split_pages) * heads * (kLatent + 2);
 }
-int latent_decode_split(int rows, int longest, int multiprocessors);
+int latent_decode_split(int rows, int heads, int longest, int multiprocessors);
 const char* latent_decode(const LatentDecodeArgs&, void* stream);
+
+// ---- prefill and training: 192 = 128 content + 64 shared by all heads, values 128 ---------------------------------------------------------------
+struct PrefillArgs {
+  const void* q;                                  // (Nq, H, 192) bf16
+  const void *k, *v;                              // (Nk, H, 128) bf16, slices of one tensor or not
+  const void* shared;                             // (Nk, 64) bf16: the last 64 key columns of every head
+  int64_t q_stride, kv_stride, kv_head_stride, shared_stride, gate_stride;  // elements, multiples of 8
+  const int *q_begins, *k_begins;                 // (sequences + 1), on the device; query i of n sees the keys up to i + (keys - n)
+  int sequences, heads, longest_q;                // longest_q: at least the largest number of queries
+  int64_t q_rows, k_rows;
+  float scale;
+  const void* gate;                               // (Nq, H*128) bf16 logits, or null: o is multiplied by their sigmoid
+  void* o;                                        // (Nq, H, 128) bf16
+  float* lse;                                     // (H, Nq) natural logarithm of the sum of exponentials; null: not wanted
+  float* raw;                                     // (Nq, H, 128) o before the gate; null: not wanted
+};
+const char* prefill_forward(const PrefillArgs&, void* stream);
 
 }  // namespace k3::cuda

@@ -1,12 +1,13 @@
 // One query row against a paged latent cache, all heads at once:  s = q c^T,  p = softmax(scale s),  o = p c[:, :512].
 //
 // Bound: with 96 heads both memory (2.26 us a page of 64 tokens and multiprocessor) and tensor units (2.23 us); with few heads memory.
-// Split: a block is `split_pages` pages of one row; pages are cut at fixed places of the row's own sequence. Tokens are the rows (M) of every
-// product and heads the columns (N), so 96 heads need no padding and a page is read once:
+// Split: a cluster is `split_pages` pages of one row; pages are cut at fixed places of the row's own sequence. More than 32 heads: two blocks share
+// the heads and each tensor copy goes to both, so a page is read once. Tokens are the rows (M) of every product and heads the columns (N), so 96
+// heads need no padding:
 //   S^T [64 tokens, H]    = C q^T        one warpgroup scores, takes the softmax and leaves P in shared memory, a page ahead
 //   O^T [256 channels, H] += C^T P^T     two warpgroups own half of the output channels each
-// The scoring warpgroup's first thread feeds a ring of 12 panels, 64 tokens x 64 channels, by tensor copies. (Giving each output warpgroup half
-// of the scores needs 216 accumulators a thread, and the compiler then serialises the products.)
+// One thread more feeds a ring of 20 panels, 64 tokens x 64 channels: two pages and a bit. (One block with all 96 heads has
+// room for 12 only, and its next page cannot come in while the last one is multiplied: 393 us against this kernel's at B 64, L 8192.)
 // Scoring: 1 scores, 2 column maxima, 3 running maximum (moved only when it grows by more than 2^8) and P. Output: 4 rescale, 5 product.
 // Precision: scores, maxima, sums, outputs float32; P bf16. Partial results of splits are float32, joined in order by a second kernel.
 #include "k3/core/tensor_map.cuh"
@@ -17,45 +18,53 @@
 namespace k3::cuda {
 namespace {
 
-constexpr int kPanels = 9, kRing = 12, kPanelBytes = 64 * 128;
+constexpr int kPanels = 9, kRing = 20, kPanelBytes = 64 * 128;
+constexpr int kThreads = 13 * 32;  // output 8 warps, scores 4, loads 1; 152 registers each
 
-template <int H>  // heads, padded
+template <int H>  // heads of a block, padded
 struct Plan {
   static constexpr int query = 0;                            // 9 panels [H][64]
-  static constexpr int ring = query + kPanels * H * 128;     // 12 panels [64 tokens][64]
+  static constexpr int ring = query + kPanels * H * 128;     // 20 panels [64 tokens][64]
   static constexpr int prob = ring + kRing * kPanelBytes;    // [H][64 tokens]
   static constexpr int maxima = prob + H * 128;              // [4 warps][H] float
   static constexpr int top = maxima + 4 * H * 4;             // [2][H] float: running maximum, before and after a page
   static constexpr int factor = top + 2 * H * 4;             // [H] float: what the maximum's move does to older sums
   static constexpr int total = factor + H * 4;               // [H] float
   static constexpr int flag = total + H * 4;                 // int: did a maximum move
-  static constexpr int barriers = flag + 16;                 // full[12], empty[12], P full, P empty
+  static constexpr int barriers = flag + 16;                 // full[20], empty[20], P full, P empty
   static constexpr int bytes = barriers + 2 * kRing * 8 + 16 + 1024;
 };
 
-template <int H>
-__global__ void __launch_bounds__(384, 1) latent_decode_kernel(const __grid_constant__ CUtensorMap map, const __grid_constant__ LatentDecodeArgs a) {
+template <int H, int kCluster>
+__global__ void __launch_bounds__(kThreads, 1) latent_decode_kernel(const __grid_constant__ CUtensorMap map, const __grid_constant__ LatentDecodeArgs a) {
   extern __shared__ char memory[];
   using P = Plan<H>;
   char* s = memory + ((1024 - (shared_address(memory) & 1023)) & 1023);
   const uint32_t full = shared_address(s + P::barriers), empty = full + kRing * 8, p_full = empty + kRing * 8, p_empty = p_full + 8;
-  const int row = blockIdx.y, split = blockIdx.x, splits = gridDim.x, group = threadIdx.x >> 7, lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3;
+  const int rank = kCluster > 1 ? int(cluster_rank()) : 0, head0 = rank * H, heads = min(H, a.heads - head0);
+  const int row = blockIdx.y, split = blockIdx.x / kCluster, splits = gridDim.x / kCluster, group = threadIdx.x >> 7, lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3;
   const int length = a.lengths[row], pages = (length + kPageTokens - 1) / kPageTokens;
   const int first = split * a.split_pages, last = min(pages, first + a.split_pages);
-  nv_bf16* out = static_cast<nv_bf16*>(a.out) + int64_t(row) * a.heads * kLatent;
+  nv_bf16* out = static_cast<nv_bf16*>(a.out) + (int64_t(row) * a.heads + head0) * kLatent;
   if (first >= last) {  // nothing here; an empty row gives zeros
     if (split == 0)
-      for (int i = threadIdx.x; i < a.heads * kLatent / 8; i += 384) reinterpret_cast<uint4*>(out)[i] = make_uint4(0, 0, 0, 0);
+      for (int i = threadIdx.x; i < heads * kLatent / 8; i += kThreads) reinterpret_cast<uint4*>(out)[i] = make_uint4(0, 0, 0, 0);
     return;
   }
   if (threadIdx.x == 0) {
-    for (int i = 0; i < kRing; ++i) barrier_init(full + i * 8, 1), barrier_init(empty + i * 8, 4);
+    for (int i = 0; i < kRing; ++i) barrier_init(full + i * 8, 1), barrier_init(empty + i * 8, 4 * kCluster);
     barrier_init(p_full, 128), barrier_init(p_empty, 8);
     barrier_init_done();
   }
-  __syncthreads();
+  if constexpr (kCluster > 1) cluster_sync(); else __syncthreads();
+  auto give_back = [&](int panel) {  // to whoever fills it again
+#pragma unroll
+    for (int r = 0; r < kCluster; ++r) {
+      if constexpr (kCluster > 1) arrive_at(empty + panel % kRing * 8, r); else arrive(empty + panel % kRing * 8);
+    }
+  };
 
-  constexpr int HG = 32, J = HG / 8;  // heads of one pass of the scoring warpgroup, in columns of 8
+  constexpr int J = H / 8;  // heads in columns of 8
   float* maxima = reinterpret_cast<float*>(s + P::maxima);
   float* top = reinterpret_cast<float*>(s + P::top);
   float* factor = reinterpret_cast<float*>(s + P::factor);
@@ -64,14 +73,38 @@ __global__ void __launch_bounds__(384, 1) latent_decode_kernel(const __grid_cons
   const int two = (lane & 3) * 2;
   const uint64_t ring = describe(shared_address(s + P::ring)), prob = describe(shared_address(s + P::prob));
 
+  if (group == 3) {
+    if (lane == 0) {
+      int slot = 0, turn = rank;
+      uint32_t phase = 1;
+      for (int page = first; page < last; ++page) {
+        const int where = a.table[int64_t(row) * a.table_stride + page];
+        for (int p = 0; p < kPanels; ++p) {
+          const uint32_t bar = full + slot * 8, to = shared_address(s + P::ring) + slot * kPanelBytes;
+          wait(empty + slot * 8, phase);
+          arrive_expect(bar, kPanelBytes);
+          if constexpr (kCluster > 1) {
+            if (turn == 0) tensor_load_multicast(to, map, p * 64, 0, where, bar, (1 << kCluster) - 1);  // the blocks take turns
+            turn ^= 1;
+          } else {
+            tensor_load(to, map, p * 64, 0, where, bar);
+          }
+          if (++slot == kRing) slot = 0, phase ^= 1;
+        }
+      }
+    }
+    __syncwarp();
+    if constexpr (kCluster > 1) cluster_sync();
+    return;
+  }
+
   if (group == 2) {
-    fewer_registers<56>();  // 2 x 224 + 56 = 3 x 168, what the block was launched with
     const int tid = threadIdx.x & 127;
     // the query, swizzled; heads past the last are zero
-    const nv_bf16* q = static_cast<const nv_bf16*>(a.q) + row * a.q_stride;
+    const nv_bf16* q = static_cast<const nv_bf16*>(a.q) + row * a.q_stride + head0 * kLatentRow;
     for (int i = tid; i < H * (kLatentRow / 8); i += 128) {
       int head = i / (kLatentRow / 8), chunk = i % (kLatentRow / 8);
-      bool valid = head < a.heads;
+      bool valid = head < heads;
       copy16(shared_address(s + P::query + (chunk >> 3) * H * 128 + swizzle128(head, (chunk & 7) * 16)), q + (valid ? head : 0) * kLatentRow + chunk * 8, valid);
     }
     copy_commit();
@@ -82,53 +115,39 @@ __global__ void __launch_bounds__(384, 1) latent_decode_kernel(const __grid_cons
 
     const float scale = a.scale * kLog2e;
     const uint64_t query = describe(shared_address(s + P::query));
-    int asked = 0;
-    auto ask_until = [&](int end) {  // thread 0: panels in order, as places in the ring become free
-      for (end = min(end, (last - first) * kPanels); asked < end; ++asked) {
-        int slot = asked % kRing, page = first + asked / kPanels;
-        wait(empty + slot * 8, (asked / kRing & 1) ^ 1);
-        arrive_expect(full + slot * 8, kPanelBytes);
-        tensor_load(shared_address(s + P::ring + slot * kPanelBytes), map, asked % kPanels * 64, 0, a.table[int64_t(row) * a.table_stride + page], full + slot * 8);
-      }
-    };
-    int n = 0, now = 0, turn = 0;
+    int n = 0, now = 0, turn = 0, slot = 0;
+    uint32_t phase = 0;
     for (int page = first; page < last; ++page, n += kPanels, now ^= H, turn ^= 1) {
-      if (tid == 0) ask_until(n + kPanels);
-      __syncwarp();
       const int valid = min(kPageTokens, length - page * kPageTokens), token = warp * 16 + (lane >> 2);
       if (valid < kPageTokens) {  // what lies behind the last token may be anything, NaN too
 #pragma unroll 1
         for (int p = 0; p < kPanels; ++p) {
-          int slot = (n + p) % kRing;
-          wait(full + slot * 8, (n + p) / kRing & 1);
-          for (int i = valid * 8 + tid; i < 64 * 8; i += 128) reinterpret_cast<uint4*>(s + P::ring + slot * kPanelBytes)[i] = make_uint4(0, 0, 0, 0);
+          int place = (n + p) % kRing;
+          wait(full + place * 8, (n + p) / kRing & 1);
+          for (int i = valid * 8 + tid; i < 64 * 8; i += 128) reinterpret_cast<uint4*>(s + P::ring + place * kPanelBytes)[i] = make_uint4(0, 0, 0, 0);
         }
         publish();
         named_barrier(1, 128);
       }
       bool moved = false;
-#pragma unroll 1
-      for (int pass = 0; pass < H / HG; ++pass) {
-        const int head0 = pass * HG;
+      {
         // 1. scores
-        float S[HG / 2];
+        float S[H / 2];
 #pragma unroll
-        for (int i = 0; i < HG / 2; ++i) S[i] = 0.f;
-        warpgroup_fence();
-#pragma unroll 1
+        for (int i = 0; i < H / 2; ++i) S[i] = 0.f;
+#pragma unroll 3
         for (int p = 0; p < kPanels; ++p) {
-          int slot = (n + p) % kRing;
-          if (pass == 0) wait(full + slot * 8, (n + p) / kRing & 1);
-          const uint64_t panel = ring + slot * (kPanelBytes / 16), q_panel = query + (p * H + head0) * (128 / 16);
+          wait(full + slot * 8, phase);
+          warpgroup_fence();
+          const uint64_t panel = ring + slot * (kPanelBytes / 16), q_panel = query + p * H * (128 / 16);
+          if (++slot == kRing) slot = 0, phase ^= 1;
 #pragma unroll
-          for (int k = 0; k < 4; ++k) wgmma<HG, 0, 0>(S, panel + k * 2, q_panel + k * 2, 1);
+          for (int k = 0; k < 4; ++k) wgmma<H, 0, 0>(S, panel + k * 2, q_panel + k * 2, 1);
         }
         warpgroup_commit();
         warpgroup_wait<0>();
         pin(S);
-        if (pass == H / HG - 1 && lane == 0) arrive(empty + (n + 8) % kRing * 8);  // the shared 64 channels are no values
-        if (pass == 0 && tid == 0) ask_until(n + kRing);
-        __syncwarp();
+        if (lane == 0) give_back(n + 8);  // the shared 64 channels are no values
         // 2. column maxima over the 64 tokens
 #pragma unroll
         for (int j = 0; j < J; ++j) {
@@ -137,14 +156,14 @@ __global__ void __launch_bounds__(384, 1) latent_decode_kernel(const __grid_cons
           float2 m = make_float2(fmaxf(S[4 * j], S[4 * j + 2]), fmaxf(S[4 * j + 1], S[4 * j + 3]));
 #pragma unroll
           for (int x = 4; x < 32; x <<= 1) m.x = fmaxf(m.x, __shfl_xor_sync(~0u, m.x, x)), m.y = fmaxf(m.y, __shfl_xor_sync(~0u, m.y, x));
-          if (lane < 4) *reinterpret_cast<float2*>(maxima + warp * H + head0 + j * 8 + two) = m;
+          if (lane < 4) *reinterpret_cast<float2*>(maxima + warp * H + j * 8 + two) = m;
         }
-        if (pass == 0) wait(p_empty, turn ^ 1);  // the output warpgroups have read the page before
+        wait(p_empty, turn ^ 1);  // the output warpgroups have read the page before
         named_barrier(1, 128);
         // 3. running maximum; P, transposed into [head][token]
 #pragma unroll
         for (int j = 0; j < J; ++j) {
-          const int column = head0 + j * 8 + two;
+          const int column = j * 8 + two;
           float2 m = *reinterpret_cast<float2*>(maxima + column);
 #pragma unroll
           for (int w = 1; w < 4; ++w) {
@@ -166,7 +185,7 @@ __global__ void __launch_bounds__(384, 1) latent_decode_kernel(const __grid_cons
           uint32_t r[4];
 #pragma unroll
           for (int i = 0; i < 4; ++i) r[i] = pack(S[4 * j + 2 * i], S[4 * j + 2 * i + 1]);
-          stmatrix4_transposed(shared_address(s + P::prob + swizzle128(head0 + (j + (lane >> 4)) * 8 + (lane & 7), (2 * warp + ((lane >> 3) & 1)) * 16)), r);
+          stmatrix4_transposed(shared_address(s + P::prob + swizzle128((j + (lane >> 4)) * 8 + (lane & 7), (2 * warp + ((lane >> 3) & 1)) * 16)), r);
         }
       }
       moved = __any_sync(~0u, moved);
@@ -174,10 +193,10 @@ __global__ void __launch_bounds__(384, 1) latent_decode_kernel(const __grid_cons
       publish();
       arrive(p_full);
     }
+    if constexpr (kCluster > 1) cluster_sync();
     return;
   }
 
-  more_registers<224>();
   float O[4][H / 2], sum = 0.f;  // sum of P: thread 2h + i adds tokens 32i..32i+31 of head h
 #pragma unroll
   for (int i = 0; i < 4; ++i)
@@ -213,17 +232,10 @@ __global__ void __launch_bounds__(384, 1) latent_decode_kernel(const __grid_cons
         sum += ((low(u.x) + high(u.x)) + (low(u.y) + high(u.y))) + ((low(u.z) + high(u.z)) + (low(u.w) + high(u.w)));
       }
     }
-    auto give_back = [&](int i) {
-      if (lane == 0) arrive(empty + (n + i) % kRing * 8);
-    };
-    warpgroup_wait<3>();
-    give_back(0);
     warpgroup_wait<2>();
-    give_back(1);
-    warpgroup_wait<1>();
-    give_back(2);
+    if (lane == 0) give_back(n), give_back(n + 1);
     warpgroup_wait<0>();
-    give_back(3);
+    if (lane == 0) give_back(n + 2), give_back(n + 3);
 #pragma unroll
     for (int i = 0; i < 4; ++i) pin(O[i]);
     __syncwarp();
@@ -248,20 +260,21 @@ __global__ void __launch_bounds__(384, 1) latent_decode_kernel(const __grid_cons
       }
     }
     named_barrier(2, 256);
-    for (int i = threadIdx.x; i < a.heads * (kLatent / 8); i += 256)
+    for (int i = threadIdx.x; i < heads * (kLatent / 8); i += 256)
       *reinterpret_cast<uint4*>(out + i * 8) = *reinterpret_cast<uint4*>(stage + i / 64 * (kLatent * 2 + 16) + i % 64 * 16);
   } else {
     float* part = a.partial + (int64_t(row) * splits + split) * a.heads * (kLatent + 2);
-    for (int i = threadIdx.x; i < a.heads; i += 256) part[i] = top[now + i], part[a.heads + i] = total[i];
-    part += 2 * a.heads;
+    for (int i = threadIdx.x; i < heads; i += 256) part[head0 + i] = top[now + i], part[a.heads + head0 + i] = total[i];
+    part += 2 * a.heads + head0 * kLatent;
 #pragma unroll
     for (int i = 0; i < 4; ++i)
 #pragma unroll
       for (int x = 0; x < H / 2; ++x) {
         int head = (x >> 2) * 8 + two + (x & 1), channel = group * 256 + i * 64 + warp * 16 + (lane >> 2) + ((x >> 1) & 1) * 8;
-        if (head < a.heads) part[head * kLatent + channel] = O[i][x];
+        if (head < heads) part[head * kLatent + channel] = O[i][x];
       }
   }
+  if constexpr (kCluster > 1) cluster_sync();  // the other block may still send panels or give them back here
 }
 
 // one block a (head, row): the splits in order
@@ -286,12 +299,16 @@ __global__ void __launch_bounds__(128) latent_join_kernel(const LatentDecodeArgs
       make_uint2(pack(o.x * r, o.y * r), pack(o.z * r, o.w * r));
 }
 
-template <int H>
+template <int H, int kCluster>
 const char* launch(const CUtensorMap& map, const LatentDecodeArgs& a, cudaStream_t stream) {
-  cudaError_t e = cudaFuncSetAttribute(latent_decode_kernel<H>, cudaFuncAttributeMaxDynamicSharedMemorySize, Plan<H>::bytes);
+  auto kernel = latent_decode_kernel<H, kCluster>;
+  cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Plan<H>::bytes);
   if (e != cudaSuccess) return cudaGetErrorString(e);
   const int splits = latent_decode_splits(a.longest, a.split_pages);
-  latent_decode_kernel<H><<<dim3(splits, a.rows), 384, Plan<H>::bytes, stream>>>(map, a);
+  cudaLaunchAttribute cluster{cudaLaunchAttributeClusterDimension, {}, {}};
+  cluster.val.clusterDim = {kCluster, 1, 1};
+  cudaLaunchConfig_t config{dim3(splits * kCluster, a.rows), dim3(kThreads), size_t(Plan<H>::bytes), stream, &cluster, 1};
+  if ((e = cudaLaunchKernelEx(&config, kernel, map, a)) != cudaSuccess) return cudaGetErrorString(e);
   if (splits > 1) latent_join_kernel<<<dim3(a.heads, a.rows), 128, 0, stream>>>(a, splits);
   e = cudaGetLastError();
   return e == cudaSuccess ? nullptr : cudaGetErrorString(e);
@@ -299,10 +316,10 @@ const char* launch(const CUtensorMap& map, const LatentDecodeArgs& a, cudaStream
 
 }  // namespace
 
-int latent_decode_split(int rows, int longest, int multiprocessors) {
+int latent_decode_split(int rows, int heads, int longest, int multiprocessors) {
   const int pages = (longest + kPageTokens - 1) / kPageTokens;
   if (rows < 1 || pages < 1) return 1;
-  const int splits = multiprocessors / rows;  // of each row, so that all run at once
+  const int splits = multiprocessors / (heads > 32 ? 2 : 1) / rows;  // of each row, so that all run at once
   return splits <= 1 ? (pages > 256 ? 256 : pages) : (pages + splits - 1) / splits;
 }
 
@@ -312,7 +329,7 @@ const char* latent_decode(const LatentDecodeArgs& a, void* stream) {
   if (a.longest > kPageTokens * a.split_pages && !a.partial) return "[attention] latent decode with several splits needs its workspace";
   CUtensorMap map;
   if (const char* e = make_tensor_map(map, a.pages, kLatentRow, kPageTokens, a.page_count, kLatentRow, kPageTokens * kLatentRow, kPageTokens)) return e;
-  return a.heads <= 32 ? launch<32>(map, a, cudaStream_t(stream)) : launch<96>(map, a, cudaStream_t(stream));
+  return a.heads <= 32 ? launch<32, 1>(map, a, cudaStream_t(stream)) : a.heads <= 64 ? launch<32, 2>(map, a, cudaStream_t(stream)) : launch<48, 2>(map, a, cudaStream_t(stream));
 }
 
 }  // namespace k3::cuda
