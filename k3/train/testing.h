@@ -1,0 +1,74 @@
+#pragma once
+// What the tests of this folder share: a complete K3 in miniature, some text, and a folder that goes away.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <nlohmann/json.hpp>
+#include <string>
+
+#include "k3/core/error.h"
+#include "k3/core/file.h"
+#include "k3/core/rng.h"
+#include "k3/model/model.h"
+#include "k3/tokenizer/tokenizer.h"
+#include "k3/train/options.h"
+#include "k3/train/token_file.h"
+
+namespace k3::testing {
+
+inline auto throws_error(const std::string& part) { return ::testing::ThrowsMessage<Error>(::testing::HasSubstr(part)); }
+
+class TemporaryFolder {
+ public:
+  TemporaryFolder() {
+    static int count = 0;
+    path_ = std::filesystem::temp_directory_path() / ("k3-test-" + std::to_string(getpid()) + "-" + std::to_string(count++));
+    std::filesystem::create_directories(path_);
+  }
+  ~TemporaryFolder() { std::filesystem::remove_all(path_); }
+  TemporaryFolder(const TemporaryFolder&) = delete;
+  std::string operator/(const std::string& name) const { return path_ + "/" + name; }
+  const std::string& path() const { return path_; }
+
+ private:
+  std::string path_;
+};
+
+inline void put(const std::string& path, std::string_view text) {
+  std::filesystem::create_directories(std::filesystem::path(path).parent_path());
+  std::ofstream(path, std::ios::binary) << text;
+}
+inline std::string get(const std::string& path) {
+  std::ifstream f(path, std::ios::binary);
+  return {std::istreambuf_iterator<char>(f), {}};
+}
+
+// KDA and MLA, a dense and a MoE layer, attention over depth: each kind of part once.
+inline nlohmann::json tiny_config() {
+  return nlohmann::json::parse(R"({"model_type": "kimi_k3", "hidden_size": 16, "num_hidden_layers": 2, "mixers": ["kda", "mla"],
+    "num_attention_heads": 2, "intermediate_size": 24, "hidden_act": "situ", "activation_situ_beta": 4.0, "activation_situ_linear_beta": 25.0,
+    "attn_res_block_size": 1, "first_k_dense_replace": 1, "num_experts": 6, "num_experts_per_token": 2, "num_shared_experts": 1,
+    "moe_intermediate_size": 8, "routed_expert_hidden_size": 8, "latent_moe_use_norm": true, "q_lora_rank": 12, "kv_lora_rank": 8,
+    "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8, "mla_use_output_gate": true, "rms_norm_eps": 1e-5,
+    "linear_attn_config": {"num_heads": 2, "head_dim": 8, "short_conv_kernel_size": 4, "gate_lower_bound": -5.0, "use_full_rank_gate": true},
+    "train": {"document_separator": "%", "sequence_length": 16, "batch_tokens": 64, "micro_batch_tokens": 32, "steps": 8, "learning_rate": 0.01,
+              "held_out": 0.2, "save_every": 3, "eval_every": 4, "log_every": 2}})");
+}
+
+// `count` documents of 5 to 60 letters, each ended by a line "%".
+inline std::string tiny_text(int count = 40, uint64_t seed = 1) {
+  std::string text;
+  const Rng rng{seed, 3};
+  for (int d = 0; d < count; ++d) {
+    int length = 5 + int(rng.below(56, uint64_t(d)));
+    for (int i = 0; i < length; ++i) text += "etaoin shrdlu"[rng.below(13, uint64_t(1000 + d * 100 + i))];
+    text += "\n%\n";
+  }
+  return text;
+}
+
+}  // namespace k3::testing
