@@ -46,7 +46,7 @@ class Blob {
   void append(const void* p, size_t n) { bytes.insert(bytes.end(), static_cast<const char*>(p), static_cast<const char*>(p) + n); }
   void read(void* p, size_t n, const char* name) {
     K3_CHECK(at_ + n <= bytes.size(), "[state] the bytes end before part {}", name);
-    std::memcpy(p, bytes.data() + at_, n);
+    if (n) std::memcpy(p, bytes.data() + at_, n);
     at_ += n;
   }
   size_t at_ = 0;
