@@ -65,13 +65,13 @@ void check() {
     launched(expert_stream(a, nullptr));
     GPU(cudaDeviceSynchronize());
     expect("streaming product, all codes and scales are exact (values that differ)", differs(), 0);
-    Matrices bad(1, 16, 128, rng, 200, 255);
+    Matrices bad(1, 128, 256, rng, 200, 255);
     Buffer<uint8_t> c(bad.codes), s(bad.scales), pc(int64_t(bad.codes.size())), ps(int64_t(bad.scales.size()));
     Buffer<int> refused(std::vector<int>{0});
-    launched(cuda::mxfp4_pack({c.data, s.data, nullptr, nullptr, 1, 16, 128, pc.data, ps.data, refused.data}, nullptr));
+    launched(cuda::mxfp4_pack({c.data, s.data, nullptr, nullptr, 1, 128, 256, pc.data, ps.data, refused.data}, nullptr));
     expect_true("MXFP4 pack counts scales that it cannot serve", refused.download()[0] == int(bad.scales.size()));
   }
-  const int E = 9, K = 384, F = 128, tokens = 700;
+  const int E = 9, K = 512, F = 256, tokens = 700;
   Matrices gate(E, F, K, rng, 119, 123), up(E, F, K, rng, 119, 123), down(E, 384, F, rng, 119, 123);
   Packed gu(gate, &up), dn(down, nullptr);
   auto x = gpu::to_bf16(normals(tokens * K, rng));

@@ -19,7 +19,7 @@ namespace k3::cuda {
 namespace {
 
 constexpr int kPanels = 9, kRing = 20, kPanelBytes = 64 * 128;
-constexpr int kThreads = 13 * 32;  // output 8 warps, scores 4, loads 1; 152 registers each
+constexpr int kThreads = 512;  // warpgroups: output, output, scores, loads
 
 template <int H>  // heads of a block, padded
 struct Plan {
@@ -71,10 +71,11 @@ __global__ void __launch_bounds__(kThreads, 1) latent_decode_kernel(const __grid
   float* total = reinterpret_cast<float*>(s + P::total);
   volatile int* flag = reinterpret_cast<int*>(s + P::flag);
   const int two = (lane & 3) * 2;
-  const uint64_t ring = describe(shared_address(s + P::ring)), prob = describe(shared_address(s + P::prob));
+  const uint64_t prob = describe(shared_address(s + P::prob));
 
   if (group == 3) {
-    if (lane == 0) {
+    fewer_registers<24>();
+    if (threadIdx.x == 384) {
       int slot = 0, turn = rank;
       uint32_t phase = 1;
       for (int page = first; page < last; ++page) {
@@ -99,6 +100,7 @@ __global__ void __launch_bounds__(kThreads, 1) latent_decode_kernel(const __grid
   }
 
   if (group == 2) {
+    fewer_registers<104>();
     const int tid = threadIdx.x & 127;
     // the query, swizzled; heads past the last are zero
     const nv_bf16* q = static_cast<const nv_bf16*>(a.q) + row * a.q_stride + head0 * kLatentRow;
@@ -135,16 +137,21 @@ __global__ void __launch_bounds__(kThreads, 1) latent_decode_kernel(const __grid
         float S[H / 2];
 #pragma unroll
         for (int i = 0; i < H / 2; ++i) S[i] = 0.f;
-#pragma unroll 3
+        // Left operands go through registers: from shared memory, 64 rows feed the tensor units at the speed of N = 128 and more only.
+        uint32_t A[2][4][4];
+#pragma unroll
         for (int p = 0; p < kPanels; ++p) {
           wait(full + slot * 8, phase);
-          warpgroup_fence();
-          const uint64_t panel = ring + slot * (kPanelBytes / 16), q_panel = query + p * H * (128 / 16);
-          if (++slot == kRing) slot = 0, phase ^= 1;
+          if (p >= 2) warpgroup_wait<1>();
+          const uint32_t from = shared_address(s + P::ring) + slot * kPanelBytes;
 #pragma unroll
-          for (int k = 0; k < 4; ++k) wgmma<H, 0, 0>(S, panel + k * 2, q_panel + k * 2, 1);
+          for (int k = 0; k < 4; ++k) ldmatrix4(A[p & 1][k], from + swizzle128(warp * 16 + (lane & 15), (2 * k + (lane >> 4)) * 16));
+          warpgroup_fence();
+#pragma unroll
+          for (int k = 0; k < 4; ++k) wgmma<H, 0>(S, A[p & 1][k], query + p * H * (128 / 16) + k * 2, 1);
+          warpgroup_commit();
+          if (++slot == kRing) slot = 0, phase ^= 1;
         }
-        warpgroup_commit();
         warpgroup_wait<0>();
         pin(S);
         if (lane == 0) give_back(n + 8);  // the shared 64 channels are no values
@@ -197,6 +204,7 @@ __global__ void __launch_bounds__(kThreads, 1) latent_decode_kernel(const __grid
     return;
   }
 
+  more_registers<192>();
   float O[4][H / 2], sum = 0.f;  // sum of P: thread 2h + i adds tokens 32i..32i+31 of head h
 #pragma unroll
   for (int i = 0; i < 4; ++i)
@@ -215,12 +223,19 @@ __global__ void __launch_bounds__(kThreads, 1) latent_decode_kernel(const __grid
       }
     }
     // 5. O^T += C^T P^T; panels are given back as they are done
-    warpgroup_fence();
+    uint32_t A[2][4][4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const uint64_t panel = ring + (n + i) % kRing * (kPanelBytes / 16);
+      if (i >= 2) {
+        warpgroup_wait<1>();
+        if (lane == 0) give_back(n + i - 2);
+      }
+      const uint32_t from = shared_address(s + P::ring) + (n + i) % kRing * kPanelBytes;
 #pragma unroll
-      for (int k = 0; k < 4; ++k) wgmma<H, 1, 0>(O[i], panel + k * 2048 / 16, prob + k * 2, 1);
+      for (int k = 0; k < 4; ++k) ldmatrix4_transposed(A[i & 1][k], from + swizzle128(k * 16 + (lane >> 4) * 8 + (lane & 7), (2 * warp + (lane >> 3 & 1)) * 16));
+      warpgroup_fence();
+#pragma unroll
+      for (int k = 0; k < 4; ++k) wgmma<H, 0>(O[i], A[i & 1][k], prob + k * 2, 1);
       warpgroup_commit();
     }
     if (threadIdx.x < 2 * H) {
@@ -232,8 +247,6 @@ __global__ void __launch_bounds__(kThreads, 1) latent_decode_kernel(const __grid
         sum += ((low(u.x) + high(u.x)) + (low(u.y) + high(u.y))) + ((low(u.z) + high(u.z)) + (low(u.w) + high(u.w)));
       }
     }
-    warpgroup_wait<2>();
-    if (lane == 0) give_back(n), give_back(n + 1);
     warpgroup_wait<0>();
     if (lane == 0) give_back(n + 2), give_back(n + 3);
 #pragma unroll

@@ -61,11 +61,11 @@ struct Situ {
 };
 
 __global__ void __launch_bounds__(256) mxfp4_pack_kernel(const Mxfp4PackArgs a) {
-  const int64_t R = a.up_codes ? 2 * a.rows : a.rows, tiles = R / 16, blocks = a.columns / 64;
-  const int64_t i = int64_t(blockIdx.x) * 256 + threadIdx.x;  // (expert, tile, block, lane)
-  if (i >= a.experts * tiles * blocks * 32) return;
+  const int64_t R = a.up_codes ? 2 * a.rows : a.rows, groups = R / 128, blocks = a.columns / 64;
+  const int64_t i = int64_t(blockIdx.x) * 256 + threadIdx.x;  // (expert, group, block, tile of the group, lane)
+  if (i >= a.experts * groups * blocks * 8 * 32) return;
   const int lane = i & 31, g = lane >> 2, t = lane & 3;
-  const int64_t block = i / 32 % blocks, tile = i / 32 / blocks % tiles, expert = i / 32 / blocks / tiles;
+  const int64_t block = i / 256 % blocks, group = i / 256 / blocks % groups, expert = i / 256 / blocks / groups, tile = group * 8 + i / 32 % 8;
   const uint8_t *codes[2], *scales[2];
   for (int h = 0; h < 2; ++h) {  // rows g and g + 8 of the tile
     const bool up = a.up_codes && h;
@@ -88,7 +88,8 @@ __global__ void __launch_bounds__(256) mxfp4_pack_kernel(const Mxfp4PackArgs a) 
       bad += scale == 0 || scale > 128;
       word |= uint32_t(uint8_t(scale + 126)) << (8 * k);
     }
-    *reinterpret_cast<uint32_t*>(a.packed_scales + (i / 32 * 8 + g) * 4) = word;
+    // (expert, group, block / 4, tile, g, block % 4)
+    *reinterpret_cast<uint32_t*>(a.packed_scales + (((((expert * groups + group) * (blocks / 4) + block / 4) * 8 + tile % 8) * 8 + g) * 4 + block % 4) * 4) = word;
     if (bad) atomicAdd(a.refused, bad);
   }
 }
@@ -96,24 +97,27 @@ __global__ void __launch_bounds__(256) mxfp4_pack_kernel(const Mxfp4PackArgs a) 
 // ---- streaming: up to 8 rows of an expert at a time ---------------------------------------------------------------------------------------------
 constexpr int kAhead = 4;
 
+__device__ __forceinline__ uint4 stream(const uint4* p) {  // read once
+  uint4 x;
+  asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.b32 {%0,%1,%2,%3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(p));
+  return x;
+}
+
 __global__ void __launch_bounds__(256, 3) expert_stream_kernel(const __grid_constant__ ExpertProductArgs a) {
   extern __shared__ char memory[];
   const int expert = a.active[blockIdx.y];
   if (expert < 0) return;
   const int begin = a.begins[expert], count = a.begins[expert + 1] - begin, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  const int tiles = a.R / 16, tile = blockIdx.x * 8 + warp, blocks = a.K / 64, stride = a.K * 2 + 16;
+  const int tile = blockIdx.x * 8 + warp, blocks = a.K / 64, stride = a.K * 2 + 16;
   const nv_bf16* x = static_cast<const nv_bf16*>(a.x);
-  const uint4* codes = reinterpret_cast<const uint4*>(a.packed) + (int64_t(expert) * tiles + tile) * blocks * 32 + lane;
-  const uint32_t* scales = reinterpret_cast<const uint32_t*>(a.packed_scales) + (int64_t(expert) * tiles + tile) * blocks * 8 + (lane >> 2);
+  const int64_t group = int64_t(expert) * (a.R / 128) + blockIdx.x;
+  const uint4* codes = reinterpret_cast<const uint4*>(a.packed) + (group * blocks * 8 + warp) * 32 + lane;
+  const uint4* scales = reinterpret_cast<const uint4*>(a.packed_scales) + (group * (blocks / 4) * 8 + warp) * 8 + (lane >> 2);
   for (int first = 0; first < count; first += 8) {
     const int rows = min(8, count - first);
-    uint4 c[kAhead];
-    uint32_t s[kAhead];
-    if (tile < tiles) {
+    uint4 c[kAhead], s = stream(scales);
 #pragma unroll
-      for (int i = 0; i < kAhead; ++i)
-        if (i < blocks) c[i] = __ldcs(codes + i * 32), s[i] = __ldcs(scales + i * 8);
-    }
+    for (int i = 0; i < kAhead; ++i) c[i] = stream(codes + i * 256);
     __syncthreads();
     for (int i = threadIdx.x; i < rows * (a.K / 8); i += 256) {
       int r = i / (a.K / 8), k = i % (a.K / 8), row = begin + first + r;
@@ -123,22 +127,23 @@ __global__ void __launch_bounds__(256, 3) expert_stream_kernel(const __grid_cons
     for (int i = threadIdx.x; i < stride / 16; i += 256) reinterpret_cast<uint4*>(memory + 8 * stride)[i] = make_uint4(0, 0, 0, 0);
     copy_wait<0>();
     __syncthreads();
-    if (tile >= tiles) continue;
     const uint32_t from = shared_address(memory + ((lane & 7) < rows ? lane & 7 : 8) * stride + (lane >> 3) * 16);
     float d[4] = {0, 0, 0, 0};
     for (int block = 0; block < blocks; block += kAhead) {
+      const bool more = block + kAhead < blocks;
+      uint4 s_next = s;
+      if (more) s_next = stream(scales + (block / 4 + 1) * 64);
+      const uint32_t words[4] = {s.x, s.y, s.z, s.w};
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) {
-        if (block + i < blocks) {
-          uint32_t w[4][4], b[2][4];
-          expand_block(c[i], s[i], w);
-          int next = block + i + kAhead;
-          if (next < blocks) c[i] = __ldcs(codes + int64_t(next) * 32), s[i] = __ldcs(scales + next * 8);
-          ldmatrix4(b[0], from + (block + i) * 128), ldmatrix4(b[1], from + (block + i) * 128 + 64);
+        uint32_t w[4][4], b[2][4];
+        expand_block(c[i], words[i], w);
+        if (more) c[i] = stream(codes + (block + i + kAhead) * 256);
+        ldmatrix4(b[0], from + (block + i) * 128), ldmatrix4(b[1], from + (block + i) * 128 + 64);
 #pragma unroll
-          for (int k = 0; k < 4; ++k) mma(d, w[k], b[k >> 1][(k & 1) * 2], b[k >> 1][(k & 1) * 2 + 1]);
-        }
+        for (int k = 0; k < 4; ++k) mma(d, w[k], b[k >> 1][(k & 1) * 2], b[k >> 1][(k & 1) * 2 + 1]);
       }
+      s = s_next;
     }
     const int g = lane >> 2;
     const Situ situ(a);
@@ -187,17 +192,18 @@ __device__ __forceinline__ bool find(const ExpertProductArgs& a, const int* ends
 template <int N>
 __device__ __forceinline__ void multiply(const ExpertProductArgs& a, const Tile& tile, char* s, uint32_t full, uint32_t empty, int& step) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, blocks = a.K / 64, tid = threadIdx.x & 255;
-  const int64_t row_tile = int64_t(tile.expert) * (a.R / 16) + tile.block * (kRows / 16) + warp;
-  const uint4* codes = reinterpret_cast<const uint4*>(a.packed) + row_tile * blocks * 32 + lane;
-  const uint32_t* scales = reinterpret_cast<const uint32_t*>(a.packed_scales) + row_tile * blocks * 8 + (lane >> 2);
+  const int64_t group = int64_t(tile.expert) * (a.R / kRows) + tile.block;
+  const uint4* codes = reinterpret_cast<const uint4*>(a.packed) + (group * blocks * 8 + warp) * 32 + lane;
+  const uint32_t* scales = reinterpret_cast<const uint32_t*>(a.packed_scales) + (group * (blocks / 4) * 8 + warp) * 32 + (lane >> 2) * 4;
+  auto scale_at = [&](int block) { return scales[(block >> 2) * 256 + (block & 3)]; };
   const uint64_t stages = describe(shared_address(s + Place::stages));
   float d[N / 2];
 #pragma unroll
   for (int i = 0; i < N / 2; ++i) d[i] = 0.f;
-  uint4 c[2] = {codes[0], codes[32]};
-  uint32_t e[2] = {scales[0], scales[8]}, w[2][4][4];
+  uint4 c[2] = {codes[0], codes[256]};
+  uint32_t e[2] = {scale_at(0), scale_at(1)}, w[2][4][4];
   expand_block(c[0], e[0], w[0]);
-  if (blocks > 2) c[0] = codes[64], e[0] = scales[16];
+  c[0] = codes[512], e[0] = scale_at(2);
   for (int block = 0; block < blocks; block += 2) {
 #pragma unroll
     for (int i = 0; i < 2; ++i, ++step) {
@@ -211,7 +217,7 @@ __device__ __forceinline__ void multiply(const ExpertProductArgs& a, const Tile&
       if (lane == 0 && block + i > 0) arrive(empty + (step - 1) % kStages * 8);
       if (block + i + 1 < blocks) {
         expand_block(c[i ^ 1], e[i ^ 1], w[i ^ 1]);
-        if (block + i + 3 < blocks) c[i ^ 1] = codes[int64_t(block + i + 3) * 32], e[i ^ 1] = scales[(block + i + 3) * 8];
+        if (block + i + 3 < blocks) c[i ^ 1] = codes[(block + i + 3) * 256], e[i ^ 1] = scale_at(block + i + 3);
       }
     }
   }
@@ -384,23 +390,24 @@ const char* result() {
 }  // namespace
 
 const char* mxfp4_pack(const Mxfp4PackArgs& a, void* stream) {
-  if (a.columns % 128 || a.rows % (a.up_codes ? 8 : 16)) return "[moe] MXFP4 kernels need rows that are multiples of 16 and columns of 128";
+  if (a.columns % 256 || a.rows % (a.up_codes ? 64 : 128)) return "[moe] MXFP4 kernels need rows (gate and up together) that are multiples of 128 and columns of 256";
   const int64_t n = a.experts * (a.up_codes ? 2 : 1) * a.rows / 16 * (a.columns / 64) * 32;
   if (n) mxfp4_pack_kernel<<<unsigned((n + 255) / 256), 256, 0, cudaStream_t(stream)>>>(a);
   return result();
 }
 
 const char* expert_stream(const ExpertProductArgs& a, void* stream) {
+  if (a.R % kRows || a.K % 256) return "[moe] MXFP4 products need weight rows that are multiples of 128 and columns of 256";
   if (a.actives == 0) return nullptr;
   const int bytes = 9 * (a.K * 2 + 16);
   if (cudaError_t e = cudaFuncSetAttribute(expert_stream_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes); e != cudaSuccess) return cudaGetErrorString(e);
-  expert_stream_kernel<<<dim3((a.R / 16 + 7) / 8, a.actives), 256, bytes, cudaStream_t(stream)>>>(a);
+  expert_stream_kernel<<<dim3(a.R / 128, a.actives), 256, bytes, cudaStream_t(stream)>>>(a);
   return result();
 }
 
 const char* expert_product(const ExpertProductArgs& a, void* stream) {
   if (a.experts > kMaxExperts) return "[moe] the grouped product serves up to 1024 experts a call";
-  if (a.R % kRows || a.K % 128) return "[moe] the grouped product needs weight rows and columns that are multiples of 128";
+  if (a.R % kRows || a.K % 256) return "[moe] MXFP4 products need weight rows that are multiples of 128 and columns of 256";
   if (a.rows == 0) return nullptr;  // (offsets of rows are 32-bit, in 16 bytes)
   if (cudaError_t e = cudaFuncSetAttribute(expert_product_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Place::bytes); e != cudaSuccess) return cudaGetErrorString(e);
   expert_product_kernel<<<132, 384, Place::bytes, cudaStream_t(stream)>>>(a);

@@ -8,9 +8,10 @@
 
 namespace k3::cuda {
 
-// The stored form (codes (R, K/2): low nibble first; scales (R, K/32)) becomes fragments of the tensor units' left operand, tiles of 16 rows by
-// 64 columns: 512 bytes of codes, a lane's 16 bytes together, and 32 bytes of scales. With `up`, rows 8t..8t+7 of both matrices share tile t,
-// so a thread holds gate and up of a neuron. R a multiple of 16 (of 8 with `up`), K of 128; scale bytes 1..128 (2^-126..2), counted in `refused`.
+// The stored form (codes (R, K/2): low nibble first; scales (R, K/32)) becomes fragments of the tensor units' left operand: for 128 rows and 64
+// columns eight tiles of 16 rows, 512 bytes each, a lane's 16 bytes together; scales for four such blocks together. With `up`, rows 8t..8t+7 of both
+// matrices share tile t, so a thread holds gate and up of a neuron. R a multiple of 128, K of 256; scale bytes 1..128 (2^-126..2), others are
+// counted in `refused`.
 struct Mxfp4PackArgs {
   const uint8_t *codes, *scales;
   const uint8_t *up_codes, *up_scales;  // or null
