@@ -12,7 +12,7 @@ namespace {
 
 const char* const kColours[] = {"#2a78d6", "#eb6834", "#1baf7a", "#eda100", "#4a3aa7", "#e87ba4", "#008300", "#e34948"};
 constexpr int kMaxParts = 8;
-constexpr double kWidth = 860, kLeft = 96, kRight = 150, kTop = 34, kHeight = 400, kBottom = 52;
+constexpr double kWidth = 860, kLeft = 96, kRight = 160, kTop = 34, kHeight = 400, kBottom = 52;
 
 std::string text(double x, double y, const std::string& s, const char* anchor = "start", const char* cls = "t") {
   return fmt::format("<text x='{:.1f}' y='{:.1f}' text-anchor='{}' class='{}'>{}</text>", x, y, anchor, cls, escape(s));
@@ -65,7 +65,7 @@ std::string xy_chart(const std::string& title, const std::string& x_label, const
   std::string out = fmt::format("<figure><figcaption>{}</figcaption><svg viewBox='0 0 {} {}' role='img'>", escape(title), kWidth, kHeight);
   out += ticks(ax, x_unit, true, kTop, bottom) + ticks(ay, y_unit, false, kLeft, right);
   out += text((kLeft + right) / 2, kHeight - 10, x_label, "middle", "l") + text(kLeft, kTop - 14, y_label, "start", "l");
-  std::vector<std::pair<double, double>> taken;  // where labels are
+  std::vector<std::string> key;  // labels of marks: the number in the mark says which
   int colour = 0;
   double legend = kTop + 6;
   for (const Series& s : series) {
@@ -77,27 +77,26 @@ std::string xy_chart(const std::string& title, const std::string& x_label, const
       out += fmt::format("<path d='{}' fill='none' stroke='{}' stroke-width='{}'{}/>", path, c, s.faint ? 1 : 2, s.faint ? " stroke-dasharray='5 4'" : "");
     }
     for (const Point& p : s.points) {
-      if (!(p.x > 0 && p.y > 0) || (s.faint && p.label.empty())) continue;
-      double x = ax.at(p.x), y = ay.at(p.y);
-      if (!s.faint)
-        out += fmt::format("<circle cx='{:.1f}' cy='{:.1f}' r='{}' fill='{}' stroke='#fcfcfb' stroke-width='1.5'><title>{}</title></circle>", x, y, s.line ? 3.5 : 5, c,
-                           escape(p.tip.empty() ? fmt::format("{}: {}, {}", s.name, show(p.x, x_unit), show(p.y, y_unit)) : p.tip));
-      if (p.label.empty()) continue;
-      double ly = y + 4;
-      for (int tries = 0; tries < 12; ++tries) {  // move down until it touches no other label
-        bool free = std::none_of(taken.begin(), taken.end(), [&](const auto& t) { return std::fabs(t.first - x) < 110 && std::fabs(t.second - ly) < 12; });
-        if (free) break;
-        ly += 12;
+      if (!(p.x > 0 && p.y > 0)) continue;
+      const double x = ax.at(p.x), y = ay.at(p.y);
+      if (s.faint) {
+        if (!p.label.empty()) out += text(x - 4, y - 6, p.label, "end");
+        continue;
       }
-      taken.emplace_back(x, ly);
-      if (ly - y > 8) out += fmt::format("<line x1='{:.1f}' y1='{:.1f}' x2='{:.1f}' y2='{:.1f}' class='g'/>", x, y, x + 8, ly - 4);
-      out += text(x + 9, ly, p.label, "start", "t");
+      out += fmt::format("<circle cx='{:.1f}' cy='{:.1f}' r='{}' fill='{}' stroke='#fcfcfb' stroke-width='1.5'><title>{}</title></circle>", x, y, s.line ? 3.5 : 8, c,
+                         escape(p.tip.empty() ? fmt::format("{}: {}, {}", s.name, show(p.x, x_unit), show(p.y, y_unit)) : p.tip));
+      if (p.label.empty()) continue;
+      auto it = std::find(key.begin(), key.end(), p.label);
+      if (it == key.end()) it = key.insert(key.end(), p.label);
+      out += text(x, y + 3.5, std::to_string(it - key.begin() + 1), "middle", "n");
     }
     if (!s.faint) {
       out += fmt::format("<rect x='{}' y='{}' width='12' height='12' rx='2' fill='{}'/>", right + 14, legend - 6, c) + text(right + 32, legend + 4, s.name);
       legend += 20;
     }
   }
+  legend += 8;
+  for (size_t i = 0; i < key.size(); ++i, legend += 17) out += text(right + 26, legend + 4, std::to_string(i + 1), "end", "l") + text(right + 32, legend + 4, key[i]);
   return out + "</svg></figure>";
 }
 
@@ -119,12 +118,12 @@ std::string stacked_bars(const std::string& title, const std::vector<Bar>& bars,
   std::vector<std::string> shown;
   for (const auto& [n, share] : names)
     for (int i = 0; i < std::min<int>(kMaxParts, int(ranked.size())); ++i)
-      if (ranked[size_t(i)].first == n && share >= 0.02) shown.push_back(n);
-  const double line = 74, height = 16 + line * double(bars.size()), left = 8, width = kWidth - 16;
+      if (ranked[size_t(i)].first == n && share >= 0.01) shown.push_back(n);
+  const double line = 84, height = 16 + line * double(bars.size()), left = 8, width = kWidth - 16;
   std::string out = fmt::format("<figure><figcaption>{}</figcaption><svg viewBox='0 0 {} {}' role='img'>", escape(title), kWidth, height);
   double y = 10;
   for (const Bar& b : bars) {
-    double sum = 0, x = left, lx = left;
+    double sum = 0, x = left, lx = left, ly = y + 46;
     for (const auto& [n, v] : b.parts) sum += std::max(0.0, v);
     out += text(left, y + 10, b.name, "start", "l") + text(left + width, y + 10, b.total, "end", "l");
     double other = sum;
@@ -136,10 +135,9 @@ std::string stacked_bars(const std::string& title, const std::vector<Bar>& bars,
       x += w;
       std::string label = fmt::format("{} {}", n, show(v, unit));
       double need = 18 + 6.3 * double(label.size());
-      if (lx + need < left + width + 10) {
-        out += fmt::format("<rect x='{:.1f}' y='{:.1f}' width='9' height='9' rx='2' fill='{}'/>", lx, y + 46, colour) + text(lx + 13, y + 54, label, "start", "s");
-        lx += need;
-      }
+      if (lx + need > left + width + 10) lx = left, ly += 15;
+      out += fmt::format("<rect x='{:.1f}' y='{:.1f}' width='9' height='9' rx='2' fill='{}'/>", lx, ly, colour) + text(lx + 13, ly + 8, label, "start", "s");
+      lx += need;
     };
     for (const auto& [n, v] : b.parts) {
       auto it = std::find(shown.begin(), shown.end(), n);

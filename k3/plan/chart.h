@@ -7,7 +7,7 @@ namespace k3::plan {
 
 struct Point {
   double x, y;
-  std::string label;  // shown beside the point; empty: only in its tooltip
+  std::string label;  // in the key, by the number in its mark; empty: no number
   std::string tip;
 };
 struct Series {
@@ -22,7 +22,7 @@ std::string xy_chart(const std::string& title, const std::string& x_label, const
 
 struct Bar {
   std::string name, total;
-  std::vector<std::pair<std::string, double>> parts;  // parts below 2 % are joined
+  std::vector<std::pair<std::string, double>> parts;  // parts below 1 % are joined
 };
 // One bar a line, each on its own scale of shares; the legend of a part names its value.
 std::string stacked_bars(const std::string& title, const std::vector<Bar>& bars, const std::string& unit);

@@ -21,7 +21,7 @@ const char* name_of(Kind kind) {
 
 std::string show(double v, const std::string& unit, bool full) {
   if (!std::isfinite(v)) return std::isnan(v) ? "-" : v > 0 ? "inf" : "-inf";
-  auto digits = [](double x) { return std::fabs(x) >= 100 ? fmt::format("{:.1f}", x) : fmt::format("{:.4g}", x); };
+  auto digits = [](double x) { return std::fabs(x) >= 1000 ? fmt::format("{:.1f}", x) : fmt::format("{:.4g}", x); };
   if (full && std::floor(v) == v && std::fabs(v) < 1e15) {
     std::string s = fmt::format("{:.0f}", std::fabs(v));
     for (int at = int(s.size()) - 3; at > 0; at -= 3) s.insert(size_t(at), ",");

@@ -30,6 +30,9 @@ Section model_section(const Architecture& a) {
   add("linear", linear_flops(a), "FLOP", fmt::format("2 x active matrices = 2 x {}, a token", p.active_matrices));
   add("cache", cache_bytes_per_token(a), "B", "sum over layers of cached numbers x 2 B, a token; KDA layers cache nothing");
   add("state", state_bytes(a), "B", "sum over KDA layers of H d_k d_v x 4 B + (conv - 1) 3 P x 2 B, a sequence");
+  double numbers = 0;
+  for (const auto& [name, count] : a.mixers()) numbers += double(count) * double(mixer_form(c, name).state + mixer_form(c, name).window);
+  add("state_float32", 4 * numbers, "B", "the same with the windows in 4 B too");
   for (double context : {8192.0, 131072.0, 1048576.0})
     add(fmt::format("sequence_{:.0f}K", context / 1024), context * cache_bytes_per_token(a) + state_bytes(a), "B", fmt::format("{:.0f} x cache + state", context));
   if (c.attn_res_block_size)
@@ -82,7 +85,7 @@ void regime_section(Sections& out, const std::string& name, const Architecture& 
     add("attention_intensity", w.tokens * double(c.num_attention_heads) / double(d.tp) * double(d.dcp) * 2 * double(2 * c.kv_lora_rank + c.qk_rope_head_dim) / (double(c.kv_lora_rank + c.qk_rope_head_dim) * d.kv_bytes), "FLOP/B", Kind::exact, "MLA absorbed: q (H/TP) DCP 2 (2 r_kv + d_r) / ((r_kv + d_r) b_kv)");
     if (q.width > 1) add("break_even_accepted", break_even_accepted(a, h, d, w.batch, w.context, q.width, q.draft), "", Kind::modelled, "(step of q tokens + draft) / step of one");
   } else {
-    add("ttft", group * (w.batch > 1 ? 1 : 1), "s", Kind::modelled, "an idle server: the prefill step");
+    add("ttft", group, "s", Kind::modelled, "an idle server: the prefill step");
     add("throughput", double(d.dp) * w.batch * w.tokens / group, "token/s", Kind::modelled, "DP x prompt tokens / step, all GPUs");
   }
   out.push_back(std::move(s));

@@ -14,7 +14,7 @@ const char kHead[] = R"(<!doctype html><html lang="en"><meta charset="utf-8"><me
 body{font:15px/1.5 system-ui,sans-serif;color:#1a1a19;background:#fcfcfb;max-width:920px;margin:2rem auto;padding:0 1rem}
 h1{font-size:1.5rem;margin-bottom:.2rem}h2{font-size:1.1rem;margin:2.2rem 0 .4rem}p{margin:.3rem 0;color:#55544f}
 figure{margin:1.2rem 0}figcaption{font-weight:600;margin-bottom:.3rem}svg{width:100%;height:auto}
-.t{font-size:11.5px;fill:#55544f}.s{font-size:11px;fill:#55544f}.l{font-size:12.5px;fill:#1a1a19}.g{stroke:#e4e3dd;stroke-width:1}
+.t{font-size:11.5px;fill:#55544f}.s{font-size:11px;fill:#55544f}.n{font-size:9.5px;fill:#fff;font-weight:600;pointer-events:none}.l{font-size:12.5px;fill:#1a1a19}.g{stroke:#e4e3dd;stroke-width:1}
 table{border-collapse:collapse;width:100%;font-size:13px}td{padding:.15rem .5rem;border-top:1px solid #e4e3dd;vertical-align:top}td:nth-child(2){text-align:right;white-space:nowrap}td:nth-child(4){color:#55544f}
 .k{color:#77766f;white-space:nowrap}</style><body>)";
 
