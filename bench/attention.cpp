@@ -99,8 +99,9 @@ void prefill(int64_t tokens) {
   }
   const double pairs = 8.0 * double(tokens) * double(tokens + 1) / 2, rate = product_flops / median(limit);
   const double f = 2 * pairs * (192 + 128) / median(forward), b = 2 * pairs * (3 * 192 + 2 * 128) / median(backward);
-  fmt::print("attention, 8 heads of 192 / 128, {:5} tokens   forward {:6.1f} GFLOP/s = {:3.0f} %   backward {:6.1f} = {:3.0f} %   of dnnl_sgemm {:.1f}\n",
-             tokens, f / 1e9, 100 * f / rate, b / 1e9, 100 * b / rate, rate / 1e9);
+  fmt::print(
+      "attention, 8 heads of 192 / 128, {:5} tokens   forward {:6.1f} GFLOP/s = {:3.0f} %   backward {:6.1f} = {:3.0f} %   of dnnl_sgemm {:.1f}\n",
+      tokens, f / 1e9, 100 * f / rate, b / 1e9, 100 * b / rate, rate / 1e9);
 }
 
 void decode(int64_t context, int64_t heads, bool keep_expanded) {
@@ -128,9 +129,10 @@ void decode(int64_t context, int64_t heads, bool keep_expanded) {
   const double bytes = double(context) * double(cache.bytes_per_token()) + double(kv_b.value.bytes());
   const double flops = 2.0 * double(heads) * (double(context) * (keep_expanded ? 320 : 1088) + 2 * 128 * 512);
   const double rate = bytes / median(time), plain = read_bytes / median(limit), most = product_flops / median(product);
-  fmt::print("mla decode, {}, {:2} heads, context {:5}   {:8.1f} us   {:5.1f} GB/s = {:3.0f} % of a plain read {:.1f}   {:5.1f} GFLOP/s = {:3.0f} %\n",
-             keep_expanded ? "expanded" : "absorbed", heads, context, 1e6 * median(time), rate / 1e9, 100 * rate / plain, plain / 1e9,
-             flops / median(time) / 1e9, 100 * flops / median(time) / most);
+  fmt::print(
+      "mla decode, {}, {:2} heads, context {:5}   {:8.1f} us   {:5.1f} GB/s = {:3.0f} % of a plain read {:.1f}   {:5.1f} GFLOP/s = {:3.0f} %\n",
+      keep_expanded ? "expanded" : "absorbed", heads, context, 1e6 * median(time), rate / 1e9, 100 * rate / plain, plain / 1e9,
+      flops / median(time) / 1e9, 100 * flops / median(time) / most);
 }
 
 void mix(int64_t sources, int64_t tokens, int64_t d) {
@@ -151,8 +153,8 @@ void mix(int64_t sources, int64_t tokens, int64_t d) {
   }
   const double row = 4.0 * double(tokens * d), plain = read_bytes / median(limit);
   const double f = row * double(sources + 1) / median(forward), b = row * double(3 * sources + 1) / median(backward);
-  fmt::print("depth_mix, {} sources of {} x {}   forward {:5.1f} GB/s = {:3.0f} %   backward {:5.1f} = {:3.0f} %   of a plain read {:.1f}\n", sources, tokens, d,
-             f / 1e9, 100 * f / plain, b / 1e9, 100 * b / plain, plain / 1e9);
+  fmt::print("depth_mix, {} sources of {} x {}   forward {:5.1f} GB/s = {:3.0f} %   backward {:5.1f} = {:3.0f} %   of a plain read {:.1f}\n", sources,
+             tokens, d, f / 1e9, 100 * f / plain, b / 1e9, 100 * b / plain, plain / 1e9);
 }
 
 }  // namespace

@@ -52,8 +52,9 @@ static void attend(const AbsorbedArgs& a, const AbsorbedItem& item) {  // 2
       keep[r] = 1;
       for (int64_t c = 0; c < cols; ++c) p[r * kKeyTile + c] = 0;
     }
-    softmax_rows(p + blind * kKeyTile, kKeyTile, n - blind, cols, [&](int64_t r) { return limit(blind + r) - j * kKeyTile; }, a.scale, m + blind,
-                 l + blind, keep + blind);
+    softmax_rows(
+        p + blind * kKeyTile, kKeyTile, n - blind, cols, [&](int64_t r) { return limit(blind + r) - j * kKeyTile; }, a.scale, m + blind, l + blind,
+        keep + blind);
     TileProduct<float> sum{n, a.rank, visible, p, kKeyTile, block, width, o, a.rank, begun ? Into::scaled : Into::set, keep};
     if (j + 1 < item.t1) sum.ahead = a.blocks[s.blocks_at + j + 1] - block;  // the next tile comes in while this one is summed
     tile_product<false, true>(sum);
@@ -99,14 +100,10 @@ static void forward(const AbsorbedArgs& a) {
       step(i % a.heads, first, last);
     });
   };
-  each_head([&](int64_t h, int64_t first, int64_t last) {
-    a.kv_b_is_bf16 ? absorb<uint16_t>(a, h, first, last) : absorb<float>(a, h, first, last);
-  });
+  each_head([&](int64_t h, int64_t first, int64_t last) { a.kv_b_is_bf16 ? absorb<uint16_t>(a, h, first, last) : absorb<float>(a, h, first, last); });
   parallel_for(a.item_count, [&](int64_t i) { attend(a, a.items[i]); });
   parallel_for(a.first_chunk_items, [&](int64_t i) { join(a, a.items[i]); });
-  each_head([&](int64_t h, int64_t first, int64_t last) {
-    a.kv_b_is_bf16 ? expand<uint16_t>(a, h, first, last) : expand<float>(a, h, first, last);
-  });
+  each_head([&](int64_t h, int64_t first, int64_t last) { a.kv_b_is_bf16 ? expand<uint16_t>(a, h, first, last) : expand<float>(a, h, first, last); });
 }
 
 }  // namespace k3::cpu::K3_ISA

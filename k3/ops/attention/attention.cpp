@@ -21,8 +21,8 @@ Var attention(Var q, Var k, Var v, const AttentionShape& s, const Batch& batch, 
     K3_CHECK(cache->name() == want, "[attention] the cache is a {}, not a {}", cache->name(), want);
   }
   Var y(c, DType::f32, {q.rows(), s.heads * s.value_dim});
-  expanded_attention({"attention", {s.kv_heads, s.key_dim, 0, s.value_dim}, s.heads / s.kv_heads, s.scale, q, k, v, {}, s.key_dim, s.value_dim, 0},
-                     y, batch, cache, max_logit);
+  expanded_attention({"attention", {s.kv_heads, s.key_dim, 0, s.value_dim}, s.heads / s.kv_heads, s.scale, q, k, v, {}, s.key_dim, s.value_dim, 0}, y,
+                     batch, cache, max_logit);
   return y;
 }
 

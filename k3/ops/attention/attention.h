@@ -14,8 +14,9 @@
 //     otherwise, for each sequence, the form of fewer FLOPs.
 //
 // Softmax runs over tiles of 128 keys counted from the sequence's first token, in order. So a row's bits depend on its own sequence's tokens
-// up to itself, whatever the cut into calls, the batch, the number of threads. (The absorbed form rounds differently from the expanded one,
-// and is as independent of the cut.) A score matrix never exists beyond one tile. Padding rows are no keys; their results and gradients are 0.
+// up to itself, whatever the cut into calls, the batch, the number of threads. (The absorbed form rounds differently, and which form a
+// sequence gets depends on its part of the call: outside deterministic mode the cut shows in the last bits, batch and threads do not.)
+// A score matrix never exists beyond one tile. Padding rows are no keys; their results and gradients are 0.
 //
 // max_logit, if given: (heads), set to the largest scale * q_t . k_s, s <= t, of this call's tokens (QK-clip, training.md 1.3); -infinity
 // when there is no token.

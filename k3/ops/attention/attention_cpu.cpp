@@ -61,9 +61,7 @@ struct Rows {
       : a(args), s(seq), g(head), first(first_row), count(least(kQueryTile, seq.queries * args.group - first_row)) {}
   int64_t token(int64_t r) const { return (first + r) / a.group; }
   // index of (row, query head) in a (tokens, heads) array
-  int64_t at(int64_t r) const {
-    return int64_t(a.rows[s.rows_at + token(r)]) * a.tiles.kv_heads * a.group + g * a.group + (first + r) % a.group;
-  }
+  int64_t at(int64_t r) const { return int64_t(a.rows[s.rows_at + token(r)]) * a.tiles.kv_heads * a.group + g * a.group + (first + r) % a.group; }
   int64_t limit(int64_t r) const { return s.first + token(r) + 1; }  // how many keys the row sees
   void gather(float* to, const float* from, int64_t width) const {
     for (int64_t r = 0; r < count; ++r) copy_floats(to + r * width, from + at(r) * width, width);
@@ -92,7 +90,8 @@ static void attend(const AttentionArgs& a, const QueryTile& tile, int64_t g, int
       float *qr = q + r0 * key_dim, *pr = p + r0 * kKeyTile, *o_r = o + r0 * t.value;
       tile_product<false>(TileProduct<float>{some, cols, t.own, qr, key_dim, block + t.keys_at(g), kKeyTile, pr, kKeyTile});  // 2
       if (t.shared) tile_product<false>(TileProduct<float>{some, cols, t.shared, qr + t.own, key_dim, block, kKeyTile, pr, kKeyTile, Into::add});
-      softmax_rows(pr, kKeyTile, some, cols, [&](int64_t r) { return rows.limit(r0 + r) - j * kKeyTile; }, a.scale, m + r0, l + r0, keep);  // 3
+      softmax_rows(
+          pr, kKeyTile, some, cols, [&](int64_t r) { return rows.limit(r0 + r) - j * kKeyTile; }, a.scale, m + r0, l + r0, keep);  // 3
       tile_product<false>(TileProduct<float>{some, t.value, visible, pr, kKeyTile, block + t.values_at(g), t.value, o_r, t.value,
                                              j ? Into::scaled : Into::set, keep});  // 4
     }

@@ -27,8 +27,8 @@ double attention_weights(const S* q, const S* k, int64_t t, int64_t k_stride, in
 
 // q (n, heads*key_dim), k (n, kv_heads*key_dim), v (n, kv_heads*value_dim), o (n, heads*value_dim); max_logit (heads) or null
 template <class S>
-void attention(const S* q, const S* k, const S* v, S* o, int64_t n, int64_t heads, int64_t kv_heads, int64_t key_dim, int64_t value_dim,
-               double scale, double* max_logit = nullptr) {
+void attention(const S* q, const S* k, const S* v, S* o, int64_t n, int64_t heads, int64_t kv_heads, int64_t key_dim, int64_t value_dim, double scale,
+               double* max_logit = nullptr) {
   std::vector<S> p;
   for (int64_t h = 0; h < heads; ++h) {
     int64_t g = h / (heads / kv_heads);

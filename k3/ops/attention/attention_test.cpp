@@ -32,9 +32,7 @@ struct Inputs {
     return r;
   }
 };
-AttentionShape shape(int64_t heads, int64_t kv_heads, int64_t key, int64_t value) {
-  return {heads, kv_heads, key, value, 1 / std::sqrt(float(key))};
-}
+AttentionShape shape(int64_t heads, int64_t kv_heads, int64_t key, int64_t value) { return {heads, kv_heads, key, value, 1 / std::sqrt(float(key))}; }
 
 struct Call {
   Var q, k, v, y;
@@ -58,14 +56,15 @@ TEST(attention, backward_equals_complex_step) {
   testing::expect_complex_step(
       {{n * heads * key}, {n * kv_heads * key}, {n * kv_heads * value}},
       []<class S>(const std::vector<const S*>& in, S* out) { ref::attention<S>(in[0], in[1], in[2], out, n, heads, kv_heads, key, value, 0.6); },
-      n * heads * value, [](auto in, const double* dy, auto grad) {
+      n * heads * value,
+      [](auto in, const double* dy, auto grad) {
         ref::attention_backward<double>(in[0], in[1], in[2], dy, grad[0], grad[1], grad[2], n, heads, kv_heads, key, value, 0.6);
       });
 }
 
 TEST(attention, cpu_equals_reference_at_every_level) {
   const std::pair<int64_t, AttentionShape> cases[] = {
-      {1, shape(1, 1, 16, 16)},  {2, shape(3, 3, 24, 7)},   {63, shape(4, 2, 17, 33)},  {64, shape(1, 1, 48, 32)},   {65, shape(3, 1, 16, 64)},
+      {1, shape(1, 1, 16, 16)},  {2, shape(3, 3, 24, 7)},    {63, shape(4, 2, 17, 33)},  {64, shape(1, 1, 48, 32)},    {65, shape(3, 1, 16, 64)},
       {130, shape(4, 4, 32, 1)}, {300, shape(3, 3, 64, 48)}, {300, shape(4, 1, 40, 24)}, {129, shape(1, 1, 256, 256)},
   };
   for (auto& [n, s] : cases) {
@@ -73,8 +72,8 @@ TEST(attention, cpu_equals_reference_at_every_level) {
     auto q = in.q.as_double(), k = in.k.as_double(), v = in.v.as_double(), dy = in.dy.as_double();
     std::vector<double> y(dy.size()), dq(q.size()), dk(k.size()), dv(v.size()), logit(s.heads);
     ref::attention(q.data(), k.data(), v.data(), y.data(), n, s.heads, s.kv_heads, s.key_dim, s.value_dim, double(s.scale), logit.data());
-    ref::attention_backward(q.data(), k.data(), v.data(), dy.data(), dq.data(), dk.data(), dv.data(), n, s.heads, s.kv_heads, s.key_dim,
-                            s.value_dim, double(s.scale));
+    ref::attention_backward(q.data(), k.data(), v.data(), dy.data(), dq.data(), dk.data(), dv.data(), n, s.heads, s.kv_heads, s.key_dim, s.value_dim,
+                            double(s.scale));
     for (auto isa : testing::levels()) {
       testing::ForceIsa force(isa);
       Step step;
@@ -291,8 +290,11 @@ TEST(attention, other_shapes_are_refused_by_name) {
   Step infer(false);
   EXPECT_THAT([&] { run(infer, in, Batch::one(4), &cache); }, testing::throws_error("a cache needs a slot for each of 1 sequences"));
   EXPECT_THAT([&] { run(infer, in, at_slots(Batch::one(4), {2}), &cache); }, testing::throws_error("slot 2 of a cache with 2 slots"));
-  EXPECT_THAT([&] { run(infer, in, at_slots(Batch::of_lengths({2, 2}), {1, 1}), &cache); },
-              testing::throws_error("two sequences of the batch have slot 1"));
+  EXPECT_THAT(
+      [&] {
+        run(infer, in, at_slots(Batch::of_lengths({2, 2}), {1, 1}), &cache);
+      },
+      testing::throws_error("two sequences of the batch have slot 1"));
   EXPECT_THAT([&] { run(infer, in, at_slots(Batch::one(4), {0}), &other); },
               testing::throws_error("the cache is a key-value cache of 2 heads of 16 / 16, not a key-value cache of 2 heads of 16 / 8"));
 }

@@ -47,7 +47,7 @@ class TokenCache {
   void copy(int64_t to, int64_t from);
   void truncate(int64_t slot, int64_t n);  // forgets the last n tokens
   void save(int64_t slot, Blob& to) const;
-  void load(int64_t slot, Blob& from);     // throws Error when the bytes are of another kind or shape; the slot is then unchanged
+  void load(int64_t slot, Blob& from);  // throws Error when the bytes are of another kind or shape; the slot is then unchanged
 
   // For the operators: room for n more tokens, which count from now on; a block that another slot shares is copied before it is written.
   void extend(int64_t slot, int64_t n);

@@ -61,8 +61,8 @@ void clear_padding(const Tensor& y, const Batch& batch) {
 void check_attention_call(const char* name, const Context& c, int64_t tokens, int64_t heads, int64_t key_dim, int64_t value_dim, const Batch& batch,
                           const TokenCache* cache, const Tensor* max_logit) {
   K3_CHECK(batch.tokens() == tokens, "[{}] q has {} rows but the batch has {} tokens", name, tokens, batch.tokens());
-  K3_CHECK(batch.padding.empty() || int64_t(batch.padding.size()) == tokens, "[{}] padding has {} entries for {} tokens", name,
-           batch.padding.size(), tokens);
+  K3_CHECK(batch.padding.empty() || int64_t(batch.padding.size()) == tokens, "[{}] padding has {} entries for {} tokens", name, batch.padding.size(),
+           tokens);
   K3_CHECK(key_dim > 0 && value_dim > 0 && std::max(key_dim, value_dim) <= cpu::kMaxHeadDim,
            "[{}] heads of {} key and {} value channels; both must be 1 to {}", name, key_dim, value_dim, cpu::kMaxHeadDim);
   K3_CHECK(!max_logit || (max_logit->dtype() == DType::f32 && max_logit->size() == heads), "[{}] max_logit must be {} float32 values", name, heads);

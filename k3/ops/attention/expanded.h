@@ -28,7 +28,7 @@ struct Expanded {
   cpu::KeyTiles tiles;
   int64_t group;
   float scale;
-  Var q, keys, values, shared;  // shared may be empty
+  Var q, keys, values, shared;                            // shared may be empty
   int64_t key_head_stride, value_head_stride, values_at;  // head g's values begin at column values_at + g * value_head_stride
 };
 void expanded_attention(const Expanded& e, const Var& y, const Batch& batch, TokenCache* cache, Tensor* max_logit);

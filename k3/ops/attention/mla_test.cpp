@@ -59,8 +59,8 @@ Batch at_slots(Batch b, std::vector<int32_t> slots) {
 std::vector<double> reference(const Inputs& in, std::vector<double>* max_logit = nullptr) {
   std::vector<double> y(in.dy.size());
   if (max_logit) max_logit->resize(in.s.heads);
-  ref::mla_attention(in.q.as_double().data(), in.c.as_double().data(), in.k_pe.as_double().data(), in.kv_b.as_double().data(), y.data(),
-                     in.tokens(), ref_shape(in.s), max_logit ? max_logit->data() : nullptr);
+  ref::mla_attention(in.q.as_double().data(), in.c.as_double().data(), in.k_pe.as_double().data(), in.kv_b.as_double().data(), y.data(), in.tokens(),
+                     ref_shape(in.s), max_logit ? max_logit->data() : nullptr);
   return y;
 }
 
@@ -76,8 +76,11 @@ TEST(mla, backward_equals_complex_step) {
 }
 
 TEST(mla, cpu_equals_reference_at_every_level) {
-  const std::pair<int64_t, MlaShape> cases[] = {{1, shape(1, 16, 8, 16, 24)},   {2, shape(3, 17, 5, 9, 20)},    {65, shape(4, 32, 16, 24, 48)},
-                                                {130, shape(3, 16, 16, 40, 33)}, {300, shape(1, 24, 8, 32, 64)}};
+  const std::pair<int64_t, MlaShape> cases[] = {{1, shape(1, 16, 8, 16, 24)},
+                                                {2, shape(3, 17, 5, 9, 20)},
+                                                {65, shape(4, 32, 16, 24, 48)},
+                                                {130, shape(3, 16, 16, 40, 33)},
+                                                {300, shape(1, 24, 8, 32, 64)}};
   for (auto& [n, s] : cases) {
     Inputs in(n, s);
     std::vector<double> logit, y = reference(in, &logit), dq(in.q.size()), dc(in.c.size()), dk_pe(in.k_pe.size()), dkv_b(in.kv_b.size());

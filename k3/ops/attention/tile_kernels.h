@@ -52,9 +52,9 @@ struct TileProduct {
   int64_t m, n, k;
   const float* a;  // (m, k), or (k, m) when `transposed`
   int64_t lda;
-  const B* b;      // (k, n) float or bfloat16
+  const B* b;  // (k, n) float or bfloat16
   int64_t ldb;
-  float* c;        // (m, n)
+  float* c;  // (m, n)
   int64_t ldc;
   Into into = Into::set;
   const float* factor = nullptr;  // (m)

@@ -39,7 +39,10 @@ Call run(Step& step, const Inputs& in) {
 TEST(depth_mix, backward_equals_complex_step) {
   testing::expect_complex_step(
       {{2 * 5}, {2 * 5}, {2 * 5}, {5}, {5}},
-      []<class S>(const std::vector<const S*>& in, S* out) { ref::depth_mix<S>({in[0], in[1], in[2]}, in[3], in[4], 1e-5, out, 2, 5); }, 2 * 5,
+      []<class S>(const std::vector<const S*>& in, S* out) {
+        ref::depth_mix<S>({in[0], in[1], in[2]}, in[3], in[4], 1e-5, out, 2, 5);
+      },
+      2 * 5,
       [](auto in, const double* dy, auto grad) {
         ref::depth_mix_backward<double>({in[0], in[1], in[2]}, in[3], in[4], 1e-5, dy, {grad[0], grad[1], grad[2]}, grad[3], grad[4], 2, 5);
       });
@@ -47,8 +50,10 @@ TEST(depth_mix, backward_equals_complex_step) {
 
 TEST(depth_mix, the_published_example_comes_out) {
   Step step;
-  Param w = step.param("norm", Values(std::vector<float>{1, 1, 0.5f, 2}), {4}), p = step.param("proj", Values(std::vector<float>{0.1f, -0.2f, 0.3f, 0.4f}), {1, 4});
-  Var h = depth_mix({step.input(Values(std::vector<float>{1, 2, 3, 4}), {1, 4}), step.input(Values(std::vector<float>{-1, 0.5f, 2, 0}), {1, 4})}, w, p, 1e-5f);
+  Param w = step.param("norm", Values(std::vector<float>{1, 1, 0.5f, 2}), {4}),
+        p = step.param("proj", Values(std::vector<float>{0.1f, -0.2f, 0.3f, 0.4f}), {1, 4});
+  Var h = depth_mix({step.input(Values(std::vector<float>{1, 2, 3, 4}), {1, 4}), step.input(Values(std::vector<float>{-1, 0.5f, 2, 0}), {1, 4})}, w,
+                    p, 1e-5f);
   const double want[] = {0.513874, 1.635405, 2.756937, 3.027748};
   for (int i = 0; i < 4; ++i) EXPECT_NEAR(h.f32()[i], want[i], 1e-6);
 }
@@ -174,8 +179,11 @@ TEST(depth_mix, other_shapes_are_refused_by_name) {
   Inputs in(2, 3, 8);
   Call r = run(step, in);
   EXPECT_THAT([&] { depth_mix({}, *r.w, *r.query, 1e-5f); }, testing::throws_error("[depth_mix] no source to mix with mlp_res_proj.weight"));
-  EXPECT_THAT([&] { depth_mix({r.v[0], r.v[1].reshape({6, 4})}, *r.w, *r.query, 1e-5f); },
-              testing::throws_error("[depth_mix] a source is (6 x 4) and the first (3 x 8)"));
+  EXPECT_THAT(
+      [&] {
+        depth_mix({r.v[0], r.v[1].reshape({6, 4})}, *r.w, *r.query, 1e-5f);
+      },
+      testing::throws_error("[depth_mix] a source is (6 x 4) and the first (3 x 8)"));
   Param narrow = step.param("mlp_res_norm.weight", Values(7, 1), {7});
   EXPECT_THAT([&] { depth_mix(r.v, narrow, *r.query, 1e-5f); },
               testing::throws_error("[depth_mix] the sources have 8 columns but mlp_res_norm.weight has 7 values"));
