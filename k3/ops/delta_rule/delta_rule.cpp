@@ -86,6 +86,7 @@ void DeltaState::save(int64_t slot, Blob& to) const {
                              {"delta_rule.open", open_[slot]}})
     to.put_value(name, value);
   std::vector<float> used;
+  used.reserve(1);  // an empty state too has an address
   parts(tokens_[slot], open_[slot], [&](int64_t at, int64_t n) { used.insert(used.end(), this->slot(slot) + at, this->slot(slot) + at + n); });
   to.put("delta_rule.state", used.data(), used.size() * sizeof(float));
 }
@@ -104,8 +105,8 @@ void DeltaState::load(int64_t slot, Blob& from) {
            "[delta_rule] the saved state is damaged: {} tokens, {} of them in the open chunk", tokens, open);
   int64_t size = 0;
   parts(tokens, open, [&](int64_t, int64_t n) { size += n; });
-  std::vector<float> used(size_t(size), 0.0f);
-  from.get("delta_rule.state", used.data(), used.size() * sizeof(float));
+  std::vector<float> used(size_t(size) + 1);
+  from.get("delta_rule.state", used.data(), size_t(size) * sizeof(float));
   const float* next = used.data();
   parts(tokens, open, [&](int64_t at, int64_t n) {
     std::copy(next, next + n, this->slot(slot) + at);
