@@ -57,42 +57,43 @@ def main():
     whole = time.time() - began
     print(f"straight run: {whole:.1f} s")
 
-    kills, finished, parts, reached = 0, False, 0, []
-    while kills < a.kills:
+    last = (work / "straight" / "LATEST").read_text().strip()
+
+    def compare():
+        bad = [f"{last}/{name} differs" for name in ("model.safetensors", "optimizer.safetensors", "config.json", "tiktoken.model")
+               if (work / "straight" / last / name).read_bytes() != (work / "killed" / last / name).read_bytes()]
+        if losses(work / "straight") != losses(work / "killed"):
+            bad.append("the losses in metrics.jsonl differ")
+        left = [f.name for f in (work / "killed").glob("*.part")]
+        return bad + ([f"left behind: {left}"] if left else [])
+
+    kills, rounds, parts, reached, bad = 0, 0, 0, [], []
+    while kills < a.kills or reached[-1] != "end":
         run = subprocess.Popen(command("killed"), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        # anywhere between the first instruction and two kills' share of the run beyond its start-up
-        time.sleep(rng.uniform(0, 0.5 + 2 * whole / a.kills))
-        run.kill()
-        said = run.stdout.read()
-        run.wait()
-        if run.returncode == 0:
-            finished = True
-            break
+        if kills < a.kills:
+            # from the first instruction, through reading the data, to a few steps further; a run that ends first is compared and begun anew
+            time.sleep(rng.uniform(0, 0.5 + 2 * whole / a.kills))
+            run.kill()
+        said = run.communicate()[0]
         if run.returncode > 0:
             sys.exit(f"the run ended by itself with {run.returncode}:\n{said}")
+        if run.returncode == 0:
+            bad += compare()
+            rounds += 1
+            reached.append("end")
+            if kills < a.kills:
+                shutil.rmtree(work / "killed")
+            continue
         kills += 1
         parts += len(list((work / "killed").glob("*.part"))) if (work / "killed").exists() else 0
         latest = work / "killed" / "LATEST"
-        reached.append(latest.read_text().strip() if latest.exists() else "-")
-    print(f"{kills} kills, {parts} half-written things left by them; checkpoints in force: {' '.join(reached)}")
-    if not finished:
-        subprocess.run(command("killed"), check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-
-    bad = []
-    last = (work / "straight" / "LATEST").read_text().strip()
-    for name in ("model.safetensors", "optimizer.safetensors", "config.json", "tiktoken.model"):
-        if (work / "straight" / last / name).read_bytes() != (work / "killed" / last / name).read_bytes():
-            bad.append(f"{last}/{name} differs")
-    if losses(work / "straight") != losses(work / "killed"):
-        bad.append("the losses in metrics.jsonl differ")
-    left = [f.name for f in (work / "killed").glob("*.part")]
-    if left:
-        bad.append(f"left behind: {left}")
+        reached.append(latest.read_text().strip()[-2:] if latest.exists() else "-")
+    print(f"{kills} kills in {rounds} runs left {parts} things half-written; steps in force: {' '.join(reached)}")
     if not a.keep:
         shutil.rmtree(work)
     if bad:
         sys.exit("; ".join(bad))
-    print(f"{last}: weights, moments and losses equal those of the straight run, bit for bit")
+    print("weights, moments and losses of each run equal those of the straight run, bit for bit")
 
 
 if __name__ == "__main__":
