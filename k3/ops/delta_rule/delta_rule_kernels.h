@@ -5,10 +5,10 @@
 
 namespace k3::cpu {
 
-constexpr int64_t kDeltaChunk = 16;  // tokens: why 16 is in README.md
-constexpr int64_t kDeltaKept = 4;    // the training forward keeps the memory at every 4th chunk; the backward forms those between again
-constexpr int64_t kDeltaPanel = 32;  // columns of S that lie together: K x 32 floats fit the first-level cache at K = 128
-constexpr int64_t kDeltaTasks = 64;  // pieces that (sequence, head) pairs are cut into, at most; each has its scratch
+constexpr int64_t kDeltaChunk = 16;   // tokens: why 16 is in README.md
+constexpr int64_t kDeltaKept = 4;     // the training forward keeps the memory at every 4th chunk; the backward forms those between again
+constexpr int64_t kDeltaPanel = 32;   // columns of S that lie together: K x 32 floats fit the first-level cache at K = 128
+constexpr int64_t kDeltaTasks = 128;  // pieces that (sequence, head) pairs are cut into, at most; each has its scratch
 
 constexpr int64_t delta_k(int64_t key_dim) { return (key_dim + 15) / 16 * 16; }  // padded widths: the rest is zero and stays zero
 constexpr int64_t delta_v(int64_t value_dim) { return (value_dim + kDeltaPanel - 1) / kDeltaPanel * kDeltaPanel; }
