@@ -1,4 +1,4 @@
-// The facts that every mixer must prove. A new one joins by its row in choices.cpp.
+// The facts that every mixer must prove. A new one joins by its row in choices.cpp; free widths by a row in variants().
 #include <gtest/gtest.h>
 
 #include "k3/model/choices.h"
@@ -11,6 +11,26 @@ using testing::Values;
 
 class mixer : public ::testing::TestWithParam<std::string> {};
 
+// Widths and parts that a mixer leaves free, beside each name's own shape.
+struct Variant {
+  std::string name, mixer;
+  std::vector<std::string> set;
+};
+const std::vector<Variant>& variants() {
+  static const std::vector<Variant> all = {
+      {"mla_without_extra_branch", "mla", {"qk_rope_head_dim=0", "kv_lora_rank=36", "qk_nope_head_dim=24"}},  // 576/0 in miniature
+      {"mla_mostly_latent", "mla", {"qk_rope_head_dim=16", "kv_lora_rank=20", "v_head_dim=8", "q_lora_rank=0", "mla_use_output_gate=false"}},
+      {"kda_softplus_low_rank_gate", "kda", {"gate_lower_bound=null", "use_full_rank_gate=false"}},
+      {"gqa_three_kv_heads", "gqa", {"num_key_value_heads=3"}},
+  };
+  return all;
+}
+std::vector<std::string> names() {
+  std::vector<std::string> all = mixer_names();
+  for (const Variant& v : variants()) all.push_back(v.name);
+  return all;
+}
+
 // One mixer with random parameters.
 struct Made {
   Config config;
@@ -20,6 +40,11 @@ struct Made {
   explicit Made(const std::string& name) : config(testing::tiny_k3()) {
     config.kda_layers.clear(), config.full_attn_layers.clear();
     config.num_hidden_layers = 1, config.num_key_value_heads = 1, config.mixers = {name};
+    for (const Variant& v : variants())
+      if (name == v.name) {
+        config.mixers = {v.mixer};
+        for (const std::string& s : v.set) config.set(s);
+      }
     config.finish();
     mixer = make_mixer(config, {params, "self_attn."}, 0);
     params.allocate(Device::cpu);
@@ -224,7 +249,7 @@ TEST_P(mixer, the_null_device_predicts_the_memory_of_a_step) {
   EXPECT_EQ(peak(Device::null), peak(Device::cpu));
 }
 
-INSTANTIATE_TEST_SUITE_P(every, mixer, ::testing::ValuesIn(mixer_names()), [](const auto& info) { return info.param; });
+INSTANTIATE_TEST_SUITE_P(every, mixer, ::testing::ValuesIn(names()), [](const auto& info) { return info.param; });
 
 }  // namespace
 }  // namespace k3
