@@ -65,8 +65,8 @@ void run_sweep(const Architecture& a, const Hardware& h, const Deployment& d, co
     Work w{Regime::decode, b, c, f.question.width, f.question.replay};
     double t = step_time(a, h, d, w).seconds();
     Five v = five(a, d, w);
-    fmt::print("{:>10.0f} {:>12} {:>14} {:>12} {:>12} {:>12}\n", x, show(t, "s"), show(double(d.dp) * b / t, ""), show(v.hbm(), ""), show(v.intensity(), ""),
-               m.sequences(c) >= b ? "yes" : "no");
+    fmt::print("{:>10.0f} {:>12} {:>14} {:>12} {:>12} {:>12}\n", x, show(t, "s"), show(double(d.dp) * b / t, ""), show(v.hbm(), ""),
+               show(v.intensity(), ""), m.sequences(c) >= b ? "yes" : "no");
   }
 }
 
@@ -74,8 +74,10 @@ void run(const Flags& given) {
   Flags f = given;
   if (f.measure) {
     std::string text = measure_this_machine();
-    if (f.out.empty()) fmt::print("{}", text);
-    else write_file(f.out, text), fmt::print("wrote {}; use it with --on {}\n", f.out, f.out);
+    if (f.out.empty())
+      fmt::print("{}", text);
+    else
+      write_file(f.out, text), fmt::print("wrote {}; use it with --on {}\n", f.out, f.out);
     return;
   }
   if (f.check) {
@@ -89,8 +91,10 @@ void run(const Flags& given) {
     fmt::print("{}", table(notes()));
     return;
   }
-  if (verb == "compare" || verb == "fit") f.models.erase(f.models.begin());
-  else verb = "";
+  if (verb == "compare" || verb == "fit")
+    f.models.erase(f.models.begin());
+  else
+    verb = "";
   K3_CHECK(!f.models.empty(), "[plan] name a model: {}, a config file or a snapshot folder", fmt::join(shipped_models(), ", "));
   K3_CHECK(verb == "compare" || f.models.size() == 1, "[plan] one model, please; to see several: k3 plan compare {}", fmt::join(f.models, " "));
   const Hardware h = load_hardware(f.on);
@@ -114,7 +118,8 @@ void run(const Flags& given) {
     } else {
       fmt::print("{}", compare_table(names, plans));
       for (size_t i = 1; i < report.size(); ++i) {
-        double x = decode_crossover(report[0].architecture, report[i].architecture), y = prefill_crossover(report[0].architecture, report[i].architecture);
+        double x = decode_crossover(report[0].architecture, report[i].architecture),
+               y = prefill_crossover(report[0].architecture, report[i].architecture);
         if (!std::isnan(x)) fmt::print("\ndecode FLOPs of {} and {} are equal at {:.0f} tokens of context\n", names[0], names[i], x);
         if (!std::isnan(y)) fmt::print("prefill FLOPs are equal at a prompt of {:.0f} tokens\n", y);
       }
@@ -128,13 +133,16 @@ void run(const Flags& given) {
     auto list = fit(a, h, f.deployment.gpus > 1 ? f.deployment.gpus : f.most_gpus, f.question.context, goal, f.deployment);
     const int64_t fewest = fewest_gpus(a, h, 4096, f.question.context, f.deployment);
     K3_CHECK(!list.empty(), "[plan] {} with one sequence of {:.0f} tokens does not fit on {} x {}; {}", a.name, f.question.context,
-             f.deployment.gpus > 1 ? f.deployment.gpus : f.most_gpus, h.name, fewest ? fmt::format("the fewest that work: {}", fewest) : "no number of them does");
-    fmt::print("{} on {}, context {:.0f}: {} layouts fit, at least {} GPUs; best for {} first (estimates)\n", a.name, h.name, f.question.context, list.size(), fewest, f.goal);
-    fmt::print("{:>5} {:<34} {:>7} {:>11} {:>11} {:>13} {:>11} {:>12}\n", "GPUs", "layout", "batch", "TPOT", "TTFT", "token/s/GPU", "sequences", "longest");
+             f.deployment.gpus > 1 ? f.deployment.gpus : f.most_gpus, h.name,
+             fewest ? fmt::format("the fewest that work: {}", fewest) : "no number of them does");
+    fmt::print("{} on {}, context {:.0f}: {} layouts fit, at least {} GPUs; best for {} first (estimates)\n", a.name, h.name, f.question.context,
+               list.size(), fewest, f.goal);
+    fmt::print("{:>5} {:<34} {:>7} {:>11} {:>11} {:>13} {:>11} {:>12}\n", "GPUs", "layout", "batch", "TPOT", "TTFT", "token/s/GPU", "sequences",
+               "longest");
     for (size_t i = 0; i < list.size() && i < 16; ++i) {
       const Fit& x = list[i];
-      fmt::print("{:>5} {:<34} {:>7.0f} {:>11} {:>11} {:>13} {:>11.0f} {:>12}\n", x.deployment.gpus, to_string(x.deployment), x.batch, show(x.tpot, "s"), show(x.ttft, "s"),
-                 show(x.throughput, ""), x.sequences, show(x.longest_context, ""));
+      fmt::print("{:>5} {:<34} {:>7.0f} {:>11} {:>11} {:>13} {:>11.0f} {:>12}\n", x.deployment.gpus, to_string(x.deployment), x.batch,
+                 show(x.tpot, "s"), show(x.ttft, "s"), show(x.throughput, ""), x.sequences, show(x.longest_context, ""));
     }
     return;
   }
@@ -153,7 +161,8 @@ void run(const Flags& given) {
 void add_plan(CLI::App& app) {
   auto f = std::make_shared<Flags>();
   CLI::App* c = app.add_subcommand("plan", "what a model costs: FLOPs, bytes, network, memory, time; estimates before anything is built");
-  c->add_option("model", f->models, "MODEL, or: compare MODEL MODEL ..., fit MODEL, notes. A shipped name, config file or snapshot folder; MODEL:key=value is a variant");
+  c->add_option("model", f->models,
+                "MODEL, or: compare MODEL MODEL ..., fit MODEL, notes. A shipped name, config file or snapshot folder; MODEL:key=value is a variant");
   c->add_option("--on", f->on, "hardware: a name in configs/hardware, or a file")->capture_default_str();
   c->add_option("--set", f->sets, "key=value of the model's config; also experts_format, trunk_format");
   c->add_option("--gpus", f->deployment.gpus, "how many");
@@ -172,7 +181,8 @@ void add_plan(CLI::App& app) {
   c->add_flag("--two-batches", f->deployment.two_batches, "interleave two micro-batches: all-to-all behind computation");
   c->add_option("--draft-width", f->question.width, "tokens verified a step: drafted + 1")->capture_default_str();
   c->add_option("--accepted", f->question.accepted, "mean accepted tokens a step")->capture_default_str();
-  c->add_option_function<double>("--draft-ms", [f](double ms) { f->question.draft = ms * 1e-3; }, "time of the draft model a step");
+  c->add_option_function<double>(
+      "--draft-ms", [f](double ms) { f->question.draft = ms * 1e-3; }, "time of the draft model a step");
   c->add_flag("--snapshot-state", f->snapshot_state, "verification writes the state once a token instead of replaying");
   c->add_flag("--train", f->question.train, "training: FLOPs, memory, traffic, time of a step");
   c->add_option("--sequence", f->question.sequence, "training: tokens of a sequence")->capture_default_str();
@@ -180,13 +190,15 @@ void add_plan(CLI::App& app) {
   c->add_option("--step-tokens", f->question.tokens_a_step, "training: tokens of a step")->capture_default_str();
   c->add_option("--mfu", f->question.mfu, "training: share of the peak that is reached")->capture_default_str();
   c->add_flag("--no-count", f->no_count, "closed forms only; don't run the model's code on the null device");
-  c->add_option("--goal", f->goal, "fit: latency, throughput or context")->check(CLI::IsMember({"latency", "throughput", "context"}))->capture_default_str();
+  c->add_option("--goal", f->goal, "fit: latency, throughput or context")
+      ->check(CLI::IsMember({"latency", "throughput", "context"}))
+      ->capture_default_str();
   c->add_option("--most-gpus", f->most_gpus, "fit: search up to this many")->capture_default_str();
   c->add_option("--sweep", f->sweep, "a table over batch or context");
   c->add_flag("--json", f->json, "numbers with unit, kind and formula");
   c->add_option("--html", f->html, "write a report with charts to this file");
   c->add_option("--explain", f->explain, "the formula of a number, by its key");
-  c->add_flag("--check", f->check, "predicted against measured: published figures, and this machine");
+  c->add_flag("--check", f->check, "predicted against measured: published figures, and this machine (best with --threads 1 when it is busy)");
   c->add_flag("--measure", f->measure, "measure this machine; prints a hardware file");
   c->add_option("--out", f->out, "--measure: where to");
   c->footer("Example: k3 plan k3 --on b300 --gpus 8 --batch 16 --context 8192 --html report.html");

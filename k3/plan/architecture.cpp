@@ -25,8 +25,8 @@ const Format kFormats[] = {
     {"fp8_block", 1 + 4.0 / 16384},  // a float32 scale for 128 x 128
     {"mxfp8", 1 + 1.0 / 32},         // E8M0 for 32
     {"mxfp4", 0.5 + 1.0 / 32},
-    {"nvfp4", 0.5 + 1.0 / 16},       // E4M3 for 16
-    {"int4", 0.5 + 2.0 / 32},        // bf16 scale for 32
+    {"nvfp4", 0.5 + 1.0 / 16},  // E4M3 for 16
+    {"int4", 0.5 + 2.0 / 32},   // bf16 scale for 32
     {"int4_g128", 0.5 + 2.0 / 128},
 };
 
@@ -45,15 +45,21 @@ void to_our_layout(json& j, Architecture& a) {
 void take_quantization(json& j, Architecture& a) {
   if (!j.is_object() || !j.contains("quantization_config") || !j["quantization_config"].is_object()) return;
   const json& q = j["quantization_config"];
-  if (q.value("format", "") == "mxfp4-pack-quantized") a.experts = format_of("mxfp4");
-  else if (q.value("quant_method", "") == "fp8") a.experts = format_of("fp8_block"), j.erase("quantization_config");
-  else if (q.value("format", "") == "pack-quantized") a.experts = format_of("int4"), j.erase("quantization_config");
+  if (q.value("format", "") == "mxfp4-pack-quantized")
+    a.experts = format_of("mxfp4");
+  else if (q.value("quant_method", "") == "fp8")
+    a.experts = format_of("fp8_block"), j.erase("quantization_config");
+  else if (q.value("format", "") == "pack-quantized")
+    a.experts = format_of("int4"), j.erase("quantization_config");
 }
 
 bool set_format(Architecture& a, const std::string& key, const std::string& value) {
-  if (key == "experts_format") a.experts = format_of(value);
-  else if (key == "trunk_format") a.trunk = format_of(value);
-  else return false;
+  if (key == "experts_format")
+    a.experts = format_of(value);
+  else if (key == "trunk_format")
+    a.trunk = format_of(value);
+  else
+    return false;
   return true;
 }
 
@@ -103,14 +109,18 @@ Architecture load_architecture(const std::string& what, const std::vector<std::s
   Architecture a;
   a.name = fs::path(path).stem() == "config" ? fs::absolute(path).parent_path().filename().string() : fs::path(path).stem().string();
   a.experts = a.trunk = format_of("bf16");
-  const std::string dtype = j.contains("text_config") ? j["text_config"].value("dtype", j.value("dtype", "")) : j.value("dtype", j.value("torch_dtype", ""));
+  const std::string dtype =
+      j.contains("text_config") ? j["text_config"].value("dtype", j.value("dtype", "")) : j.value("dtype", j.value("torch_dtype", ""));
   if (dtype == "float32") a.experts = a.trunk = format_of("f32");
   take_quantization(j, a);
   if (j.contains("text_config")) take_quantization(j["text_config"], a);
   if (j.contains("plan")) {
     for (const auto& [key, value] : j["plan"].items()) {
-      if (key == "note") a.notes.push_back(value.get<std::string>());
-      else K3_CHECK(set_format(a, key + "_format", value.get<std::string>()), "[plan] {}: unknown key plan.{}; known are experts, trunk and note", path, key);
+      if (key == "note")
+        a.notes.push_back(value.get<std::string>());
+      else
+        K3_CHECK(set_format(a, key + "_format", value.get<std::string>()), "[plan] {}: unknown key plan.{}; known are experts, trunk and note", path,
+                 key);
     }
     j.erase("plan");
   }
@@ -133,8 +143,8 @@ Architecture load_architecture(const std::string& what, const std::vector<std::s
   a.config.finish();
   static const std::vector<std::string> kMixers = {"kda", "gdn", "deltanet", "mla", "mla_absorbed", "gqa", "mfa", "mqa"};
   for (const std::string& m : a.config.mixer_of_layer)
-    K3_CHECK(std::find(kMixers.begin(), kMixers.end(), m) != kMixers.end(), "[plan] the planner has no formulas for mixer '{}'; the nearest known one is '{}'",
-             m, nearest(m, kMixers));
+    K3_CHECK(std::find(kMixers.begin(), kMixers.end(), m) != kMixers.end(),
+             "[plan] the planner has no formulas for mixer '{}'; the nearest known one is '{}'", m, nearest(m, kMixers));
   return a;
 }
 
@@ -142,8 +152,10 @@ std::vector<std::pair<std::string, int64_t>> Architecture::mixers() const {
   std::vector<std::pair<std::string, int64_t>> kinds;
   for (const std::string& m : config.mixer_of_layer) {
     auto it = std::find_if(kinds.begin(), kinds.end(), [&](const auto& k) { return k.first == m; });
-    if (it == kinds.end()) kinds.emplace_back(m, 1);
-    else ++it->second;
+    if (it == kinds.end())
+      kinds.emplace_back(m, 1);
+    else
+      ++it->second;
   }
   return kinds;
 }

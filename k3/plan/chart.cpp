@@ -39,8 +39,12 @@ std::string ticks(const Axis& a, const std::string& unit, bool horizontal, doubl
       if (e < a.low - 1e-9 || e > a.high + 1e-9) continue;
       double at = a.at(m * std::pow(10, decade));
       std::string label = show(m * std::pow(10, decade), unit);
-      if (horizontal) out += fmt::format("<line x1='{0:.1f}' x2='{0:.1f}' y1='{1}' y2='{2}' class='g'/>", at, other0, other1) + text(at, other1 + 18, label, "middle");
-      else out += fmt::format("<line y1='{0:.1f}' y2='{0:.1f}' x1='{1}' x2='{2}' class='g'/>", at, other0, other1) + text(other0 - 8, at + 4, label, "end");
+      if (horizontal)
+        out +=
+            fmt::format("<line x1='{0:.1f}' x2='{0:.1f}' y1='{1}' y2='{2}' class='g'/>", at, other0, other1) + text(at, other1 + 18, label, "middle");
+      else
+        out +=
+            fmt::format("<line y1='{0:.1f}' y2='{0:.1f}' x1='{1}' x2='{2}' class='g'/>", at, other0, other1) + text(other0 - 8, at + 4, label, "end");
     }
   return out;
 }
@@ -53,12 +57,13 @@ std::string escape(const std::string& s) {
   return out;
 }
 
-std::string xy_chart(const std::string& title, const std::string& x_label, const std::string& y_label, const std::vector<Series>& series, const std::string& x_unit,
-                     const std::string& y_unit) {
+std::string xy_chart(const std::string& title, const std::string& x_label, const std::string& y_label, const std::vector<Series>& series,
+                     const std::string& x_unit, const std::string& y_unit) {
   double x0 = 1e300, x1 = 0, y0 = 1e300, y1 = 0;
   for (const Series& s : series)
     for (const Point& p : s.points)
-      if (p.x > 0 && p.y > 0 && std::isfinite(p.x) && std::isfinite(p.y)) x0 = std::min(x0, p.x), x1 = std::max(x1, p.x), y0 = std::min(y0, p.y), y1 = std::max(y1, p.y);
+      if (p.x > 0 && p.y > 0 && std::isfinite(p.x) && std::isfinite(p.y))
+        x0 = std::min(x0, p.x), x1 = std::max(x1, p.x), y0 = std::min(y0, p.y), y1 = std::max(y1, p.y);
   if (x1 == 0) return "";
   const double bottom = kHeight - kBottom, right = kWidth - kRight;
   Axis ax = axis(x0, x1, kLeft, right), ay = axis(y0, y1, bottom, kTop);
@@ -74,7 +79,8 @@ std::string xy_chart(const std::string& title, const std::string& x_label, const
       std::string path;
       for (const Point& p : s.points)
         if (p.x > 0 && p.y > 0) path += fmt::format("{}{:.1f} {:.1f}", path.empty() ? "M" : "L", ax.at(p.x), ay.at(p.y));
-      out += fmt::format("<path d='{}' fill='none' stroke='{}' stroke-width='{}'{}/>", path, c, s.faint ? 1 : 2, s.faint ? " stroke-dasharray='5 4'" : "");
+      out += fmt::format("<path d='{}' fill='none' stroke='{}' stroke-width='{}'{}/>", path, c, s.faint ? 1 : 2,
+                         s.faint ? " stroke-dasharray='5 4'" : "");
     }
     for (const Point& p : s.points) {
       if (!(p.x > 0 && p.y > 0)) continue;
@@ -83,20 +89,23 @@ std::string xy_chart(const std::string& title, const std::string& x_label, const
         if (!p.label.empty()) out += text(x - 4, y - 6, p.label, "end");
         continue;
       }
-      out += fmt::format("<circle cx='{:.1f}' cy='{:.1f}' r='{}' fill='{}' stroke='#fcfcfb' stroke-width='1.5'><title>{}</title></circle>", x, y, s.line ? 3.5 : 8, c,
-                         escape(p.tip.empty() ? fmt::format("{}: {}, {}", s.name, show(p.x, x_unit), show(p.y, y_unit)) : p.tip));
+      out +=
+          fmt::format("<circle cx='{:.1f}' cy='{:.1f}' r='{}' fill='{}' stroke='#fcfcfb' stroke-width='1.5'><title>{}</title></circle>", x, y,
+                      s.line ? 3.5 : 8, c, escape(p.tip.empty() ? fmt::format("{}: {}, {}", s.name, show(p.x, x_unit), show(p.y, y_unit)) : p.tip));
       if (p.label.empty()) continue;
       auto it = std::find(key.begin(), key.end(), p.label);
       if (it == key.end()) it = key.insert(key.end(), p.label);
       out += text(x, y + 3.5, std::to_string(it - key.begin() + 1), "middle", "n");
     }
     if (!s.faint) {
-      out += fmt::format("<rect x='{}' y='{}' width='12' height='12' rx='2' fill='{}'/>", right + 14, legend - 6, c) + text(right + 32, legend + 4, s.name);
+      out += fmt::format("<rect x='{}' y='{}' width='12' height='12' rx='2' fill='{}'/>", right + 14, legend - 6, c) +
+             text(right + 32, legend + 4, s.name);
       legend += 20;
     }
   }
   legend += 8;
-  for (size_t i = 0; i < key.size(); ++i, legend += 17) out += text(right + 26, legend + 4, std::to_string(i + 1), "end", "l") + text(right + 32, legend + 4, key[i]);
+  for (size_t i = 0; i < key.size(); ++i, legend += 17)
+    out += text(right + 26, legend + 4, std::to_string(i + 1), "end", "l") + text(right + 32, legend + 4, key[i]);
   return out + "</svg></figure>";
 }
 
@@ -109,8 +118,10 @@ std::string stacked_bars(const std::string& title, const std::vector<Bar>& bars,
     for (const auto& [n, v] : b.parts) {
       auto it = std::find_if(names.begin(), names.end(), [&](const auto& x) { return x.first == n; });
       double share = sum > 0 ? v / sum : 0;
-      if (it == names.end()) names.emplace_back(n, share);
-      else it->second = std::max(it->second, share);
+      if (it == names.end())
+        names.emplace_back(n, share);
+      else
+        it->second = std::max(it->second, share);
     }
   }
   std::vector<std::pair<std::string, double>> ranked = names;
@@ -130,13 +141,14 @@ std::string stacked_bars(const std::string& title, const std::vector<Bar>& bars,
     auto part = [&](const std::string& n, double v, const char* colour) {
       if (v <= 0 || sum <= 0) return;
       double w = width * v / sum;
-      out += fmt::format("<rect x='{:.1f}' y='{:.1f}' width='{:.1f}' height='20' fill='{}'><title>{}: {} ({:.1f} %)</title></rect>", x, y + 18, std::max(0.5, w - 1.5), colour, escape(n),
-                         show(v, unit), 100 * v / sum);
+      out += fmt::format("<rect x='{:.1f}' y='{:.1f}' width='{:.1f}' height='20' fill='{}'><title>{}: {} ({:.1f} %)</title></rect>", x, y + 18,
+                         std::max(0.5, w - 1.5), colour, escape(n), show(v, unit), 100 * v / sum);
       x += w;
       std::string label = fmt::format("{} {}", n, show(v, unit));
       double need = 18 + 6.3 * double(label.size());
       if (lx + need > left + width + 10) lx = left, ly += 15;
-      out += fmt::format("<rect x='{:.1f}' y='{:.1f}' width='9' height='9' rx='2' fill='{}'/>", lx, ly, colour) + text(lx + 13, ly + 8, label, "start", "s");
+      out += fmt::format("<rect x='{:.1f}' y='{:.1f}' width='9' height='9' rx='2' fill='{}'/>", lx, ly, colour) +
+             text(lx + 13, ly + 8, label, "start", "s");
       lx += need;
     };
     for (const auto& [n, v] : b.parts) {

@@ -13,12 +13,12 @@ struct Point {
 struct Series {
   std::string name;
   std::vector<Point> points;
-  bool line = true;   // else marks only
-  bool faint = false; // a limit rather than data
+  bool line = true;    // else marks only
+  bool faint = false;  // a limit rather than data
 };
 // Both axes logarithmic.
-std::string xy_chart(const std::string& title, const std::string& x_label, const std::string& y_label, const std::vector<Series>& series, const std::string& x_unit,
-                     const std::string& y_unit);
+std::string xy_chart(const std::string& title, const std::string& x_label, const std::string& y_label, const std::vector<Series>& series,
+                     const std::string& x_unit, const std::string& y_unit);
 
 struct Bar {
   std::string name, total;

@@ -23,13 +23,18 @@ constexpr double kRealText = 0.55;  // rho of text: how independently a batch's 
 void kernels(std::vector<Target>& out) {
   const Architecture k3 = load_architecture("k3"), ds = load_architecture("deepseek-v3");
   const Hardware h200 = load_hardware("h200"), b300 = load_hardware("b300");
-  auto add = [&](std::string name, double measured_us, double seconds) { out.push_back({"kernels", std::move(name), "s", measured_us * us, seconds, 0.25}); };
+  auto add = [&](std::string name, double measured_us, double seconds) {
+    out.push_back({"kernels", std::move(name), "s", measured_us * us, seconds, 0.25});
+  };
   const double tokens[] = {1, 8, 16, 64, 256, 1024, 8192};
   const double b300_tp[] = {32, 91.7, 150.8, 303.5, 416.9, 610.6, 1269}, b300_ep[] = {30.8, 79.9, 125.3, 220.5, 354.9, 449.9, 842.5};
   const double h200_tp[] = {67.7, 175.9, 283, 564.9, 893, 1679, 7004};
-  for (int i = 0; i < 7; ++i) add(fmt::format("K3 experts, B300, TP 8, {:.0f} tokens", tokens[i]), b300_tp[i], experts_seconds(k3, b300, layout(8, 1, 1, 1), tokens[i]));
-  for (int i = 0; i < 7; ++i) add(fmt::format("K3 experts, B300, EP 8, {:.0f} tokens", tokens[i]), b300_ep[i], experts_seconds(k3, b300, layout(8, 1, 8, 1), tokens[i]));
-  for (int i = 0; i < 7; ++i) add(fmt::format("K3 experts, H200, TP 8, {:.0f} tokens", tokens[i]), h200_tp[i], experts_seconds(k3, h200, layout(8, 1, 1, 1), tokens[i]));
+  for (int i = 0; i < 7; ++i)
+    add(fmt::format("K3 experts, B300, TP 8, {:.0f} tokens", tokens[i]), b300_tp[i], experts_seconds(k3, b300, layout(8, 1, 1, 1), tokens[i]));
+  for (int i = 0; i < 7; ++i)
+    add(fmt::format("K3 experts, B300, EP 8, {:.0f} tokens", tokens[i]), b300_ep[i], experts_seconds(k3, b300, layout(8, 1, 8, 1), tokens[i]));
+  for (int i = 0; i < 7; ++i)
+    add(fmt::format("K3 experts, H200, TP 8, {:.0f} tokens", tokens[i]), h200_tp[i], experts_seconds(k3, h200, layout(8, 1, 1, 1), tokens[i]));
   for (auto [batch, t] : {std::pair{1.0, 6.4}, {64.0, 36.8}, {1024.0, 532.8}})
     add(fmt::format("KDA decode, H200, 12 heads, batch {:.0f}", batch), t, kda_decode_seconds(h200, 12, 128, 4, batch));
   add("KDA decode, H200, 96 heads, batch 1024", 3572, kda_decode_seconds(h200, 96, 128, 4, 1024));
@@ -41,8 +46,10 @@ void kernels(std::vector<Target>& out) {
   add("MLA decode, H200, 128 heads, batch 64, 131,071", 4069, mla_decode_seconds(h200, ds.config, 128, 64, 131071));
   const double sizes[] = {16384, 131072, 1048576, 8388608, 67108864};
   const double h200_ar[] = {4.15, 8.0, 19.3, 107.6, 563}, b300_ar[] = {5.7, 8.6, 18.7, 57.6, 395};
-  for (int i = 0; i < 5; ++i) add(fmt::format("all-reduce of 8, H200, {:.0f} KiB", sizes[i] / 1024), h200_ar[i], all_reduce_seconds(h200, 8, sizes[i]));
-  for (int i = 0; i < 5; ++i) add(fmt::format("all-reduce of 8, B300, {:.0f} KiB", sizes[i] / 1024), b300_ar[i], all_reduce_seconds(b300, 8, sizes[i]));
+  for (int i = 0; i < 5; ++i)
+    add(fmt::format("all-reduce of 8, H200, {:.0f} KiB", sizes[i] / 1024), h200_ar[i], all_reduce_seconds(h200, 8, sizes[i]));
+  for (int i = 0; i < 5; ++i)
+    add(fmt::format("all-reduce of 8, B300, {:.0f} KiB", sizes[i] / 1024), b300_ar[i], all_reduce_seconds(b300, 8, sizes[i]));
   for (auto [n, t] : {std::pair{6144.0, 17.5}, {3584.0, 12.0}, {16384.0, 36.5}})
     add(fmt::format("bf16 product 1 x 7168 -> {:.0f}, B300", n), t, gemm_seconds(b300, 1, 7168, n));
   add("bf16 product 8192 x 7168 -> 6144, H200", 939, gemm_seconds(h200, 8192, 7168, 6144));
@@ -111,7 +118,8 @@ void curves(std::vector<Target>& out) {
 void training(std::vector<Target>& out) {
   const double flops = training_flops(load_architecture("deepseek-v3"), 4096).total();
   out.push_back({"training", "V15 DeepSeek-V3, GB300 bf16, 3848 token/s a GPU: FLOP/s", "FLOP/s", 961e12, 3848 * flops, 0.01});
-  out.push_back({"training", "V16 DeepSeek-V3, 14.8 T tokens in 2.664 M H800-hours: FLOP/s a GPU", "FLOP/s", 386e12, 14.8e12 / (2.664e6 * 3600) * flops, 0.01});
+  out.push_back(
+      {"training", "V16 DeepSeek-V3, 14.8 T tokens in 2.664 M H800-hours: FLOP/s a GPU", "FLOP/s", 386e12, 14.8e12 / (2.664e6 * 3600) * flops, 0.01});
   out.push_back({"training", "V17 DeepSeek-V3, 256 x H100, 1002 token/s a GPU: FLOP/s", "FLOP/s", 251e12, 1002 * flops, 0.01});
 }
 
@@ -142,11 +150,11 @@ std::string table(const std::vector<Target>& targets) {
   for (const Target& t : targets) {
     if (t.group != group) {
       group = t.group;
-      out += fmt::format("{}{} (median error {:.1f} %)\n  {:<{}}  {:>14}  {:>14}  {:>8}  {}\n", out.empty() ? "" : "\n", group, 100 * median_error(targets, group), "",
-                         width, "measured", "predicted", "error", "allowed");
+      out += fmt::format("{}{} (median error {:.1f} %)\n  {:<{}}  {:>14}  {:>14}  {:>8}  {}\n", out.empty() ? "" : "\n", group,
+                         100 * median_error(targets, group), "", width, "measured", "predicted", "error", "allowed");
     }
-    out += fmt::format("  {:<{}}  {:>14}  {:>14}  {:>+7.1f}%  {}{:.0f} %{}\n", t.name, width, show(t.measured, t.unit), show(t.predicted, t.unit), 100 * t.error(),
-                       t.factor ? "x/÷ 1+" : "±", 100 * t.band, t.holds() ? "" : "  OUTSIDE");
+    out += fmt::format("  {:<{}}  {:>14}  {:>14}  {:>+7.1f}%  {}{:.0f} %{}\n", t.name, width, show(t.measured, t.unit), show(t.predicted, t.unit),
+                       100 * t.error(), t.factor ? "x/÷ 1+" : "±", 100 * t.band, t.holds() ? "" : "  OUTSIDE");
   }
   return out;
 }

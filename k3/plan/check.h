@@ -10,10 +10,10 @@ namespace k3::plan {
 struct Target {
   std::string group, name, unit;
   double measured = 0, predicted = 0;
-  double band = 0.25;      // allowed |error|
+  double band = 0.25;  // allowed |error|
   double error() const { return predicted / measured - 1; }
   bool holds() const { return error() <= band && error() >= (factor ? 1 / (1 + band) - 1 : -band); }
-  bool factor = false;     // the band is a factor: times or divided by (1 + band)
+  bool factor = false;  // the band is a factor: times or divided by (1 + band)
 };
 std::vector<Target> published_targets();
 std::string table(const std::vector<Target>& targets);

@@ -7,10 +7,22 @@
 namespace k3::plan {
 namespace {
 
-const Architecture& k3() { static Architecture a = load_architecture("k3"); return a; }
-const Architecture& k2() { static Architecture a = load_architecture("k2"); return a; }
-const Architecture& kl() { static Architecture a = load_architecture("kimi-linear-48b"); return a; }
-const Architecture& ds() { static Architecture a = load_architecture("deepseek-v3"); return a; }
+const Architecture& k3() {
+  static Architecture a = load_architecture("k3");
+  return a;
+}
+const Architecture& k2() {
+  static Architecture a = load_architecture("k2");
+  return a;
+}
+const Architecture& kl() {
+  static Architecture a = load_architecture("kimi-linear-48b");
+  return a;
+}
+const Architecture& ds() {
+  static Architecture a = load_architecture("deepseek-v3");
+  return a;
+}
 
 // A printed number: equal after rounding to as many decimals as were printed.
 void printed(double value, double golden, int decimals) { EXPECT_NEAR(value, golden, 0.5000001 * std::pow(10.0, -decimals)); }
@@ -21,11 +33,14 @@ TEST(closed_forms, parameters_are_the_golden_ones) {
     int64_t total, active, routed, expert, mla, kda, kda_small, shared, latent, router, dense, active_matrices;
     double with_embedding, share, checkpoint;
   } rows[] = {
-      {k3(), 2779484476000, 104189612640, 2722740830208, 33030144, 232194048, 443580416, 159968, 132120576, 51380224, 6422528, 726663168, 104174092288,
-       105.3640, 46.7, 1559.943},
-      {k2(), 1026408232448, 31687095808, 1014686023680, 44040192, 101122048, 0, 0, 44040192, 0, 2752512, 396361728, 31686066176, 32.8615, 66.7, 1038.378},
-      {kl(), 49122681728, 3106972544, 47110422528, 7077888, 29114368, 39460864, 53408, 7077888, 0, 589824, 63700992, 3105767424, 3.4845, 47.4, 98.245},
-      {ds(), 671026419200, 36625618432, 653908770816, 44040192, 187105280, 0, 0, 44040192, 0, 1835008, 396361728, 36624596992, 37.5523, 55.8, 688.304},
+      {k3(), 2779484476000, 104189612640, 2722740830208, 33030144, 232194048, 443580416, 159968, 132120576, 51380224, 6422528, 726663168,
+       104174092288, 105.3640, 46.7, 1559.943},
+      {k2(), 1026408232448, 31687095808, 1014686023680, 44040192, 101122048, 0, 0, 44040192, 0, 2752512, 396361728, 31686066176, 32.8615, 66.7,
+       1038.378},
+      {kl(), 49122681728, 3106972544, 47110422528, 7077888, 29114368, 39460864, 53408, 7077888, 0, 589824, 63700992, 3105767424, 3.4845, 47.4,
+       98.245},
+      {ds(), 671026419200, 36625618432, 653908770816, 44040192, 187105280, 0, 0, 44040192, 0, 1835008, 396361728, 36624596992, 37.5523, 55.8,
+       688.304},
   };
   for (const Row& r : rows) {
     SCOPED_TRACE(r.a.name);

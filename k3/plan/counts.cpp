@@ -56,9 +56,7 @@ double delta_flops(const Architecture& a, double factor_kv, double factor_c) {  
   return n * double(a.config.kda_num_heads) * (factor_kv * k * k + factor_c * 16 * 2 * k);
 }
 
-double experts_flops(const Architecture& a) {
-  return 2.0 * double(a.moe_layers() * a.config.num_experts_per_token) * double(parameters(a).expert);
-}
+double experts_flops(const Architecture& a) { return 2.0 * double(a.moe_layers() * a.config.num_experts_per_token) * double(parameters(a).expert); }
 
 }  // namespace
 

@@ -38,7 +38,7 @@ class CountedModel {
   enum class For { inference, training };
   CountedModel(const Architecture& a, For use, DType storage = DType::bf16);
 
-  Count prefill(int64_t tokens, int64_t cached = 0);             // one sequence; logits of the last token
+  Count prefill(int64_t tokens, int64_t cached = 0);                 // one sequence; logits of the last token
   Count decode(int64_t batch, int64_t context, int64_t tokens = 1);  // logits of every new token
   Count train(int64_t sequences, int64_t tokens, bool recompute);    // forward, loss, backward
   Count optimizer();                                                 // Muon for each head, AdamW for the rest

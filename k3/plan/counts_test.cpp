@@ -29,8 +29,12 @@ TEST_P(Shipped, code_and_closed_forms_count_the_same) {
   agree(training_agreement(a, training, 2048));
 }
 
-INSTANTIATE_TEST_SUITE_P(counts, Shipped, ::testing::Values("k3", "k2", "kimi-linear-48b", "deepseek-v3"),
-                         [](const auto& info) { std::string s = info.param; for (char& c : s) if (c == '-') c = '_'; return s; });
+INSTANTIATE_TEST_SUITE_P(counts, Shipped, ::testing::Values("k3", "k2", "kimi-linear-48b", "deepseek-v3"), [](const auto& info) {
+  std::string s = info.param;
+  for (char& c : s)
+    if (c == '-') c = '_';
+  return s;
+});
 
 TEST(counts, other_mixers_count_the_same_too) {
   for (const char* mixers : {"mixers=gqa", "mixers=mqa", "mixers=gdn,gdn,gdn,mla", "mixers=deltanet,mla"}) {

@@ -33,27 +33,31 @@ Deployment resolve(const Architecture& a, Deployment d) {
     K3_CHECK(v > 0, "[plan] {} is {} but must be at least 1", name, v);
   if (d.gpus == 1) d.gpus = d.tp * d.dp;
   if (d.tp == 1 && d.dp == 1 && d.gpus > 1) {
-    if (d.ep == d.gpus) d.dp = d.gpus;
-    else d.tp = d.gpus;
+    if (d.ep == d.gpus)
+      d.dp = d.gpus;
+    else
+      d.tp = d.gpus;
   }
   if (d.dp == 1 && d.gpus % d.tp == 0) d.dp = d.gpus / d.tp;
   if (d.tp == 1 && d.dp > 1 && d.gpus % d.dp == 0) d.tp = d.gpus / d.dp;
   K3_CHECK(d.tp * d.dp == d.gpus, "[plan] {} GPUs cannot be TP {} x DP {}; the nearest that works is TP {} x DP {}", d.gpus, d.tp, d.dp,
            nearest_divisor(d.gpus, d.tp), d.gpus / nearest_divisor(d.gpus, d.tp));
   const int64_t heads = smallest_common(a);
-  K3_CHECK(heads % d.tp == 0, "[plan] TP {} does not divide the heads and widths of {} (their common divisor is {}); the nearest that works is TP {}", d.tp,
-           a.name, heads, nearest_divisor(heads, d.tp));
+  K3_CHECK(heads % d.tp == 0, "[plan] TP {} does not divide the heads and widths of {} (their common divisor is {}); the nearest that works is TP {}",
+           d.tp, a.name, heads, nearest_divisor(heads, d.tp));
   const int64_t n = a.config.num_experts;
   K3_CHECK(d.ep == 1 || n > 0, "[plan] EP {} but {} has no experts; use EP 1", d.ep, a.name);
   if (d.ep > 1) {
     const int64_t common = std::gcd(n, d.gpus);
-    K3_CHECK(n % d.ep == 0 && d.gpus % d.ep == 0,
-             "[plan] EP {} must divide the {} experts and the {} GPUs; the nearest that works is EP {}", d.ep, n, d.gpus, nearest_divisor(common, d.ep));
-    K3_CHECK(d.ep % d.tp == 0, "[plan] EP {} must be a multiple of TP {}, so that an attention group lies in one expert group; the nearest that works is EP {}",
-             d.ep, d.tp, std::max<int64_t>(d.tp, d.ep / d.tp * d.tp));
+    K3_CHECK(n % d.ep == 0 && d.gpus % d.ep == 0, "[plan] EP {} must divide the {} experts and the {} GPUs; the nearest that works is EP {}", d.ep, n,
+             d.gpus, nearest_divisor(common, d.ep));
+    K3_CHECK(d.ep % d.tp == 0,
+             "[plan] EP {} must be a multiple of TP {}, so that an attention group lies in one expert group; the nearest that works is EP {}", d.ep,
+             d.tp, std::max<int64_t>(d.tp, d.ep / d.tp * d.tp));
   }
   K3_CHECK(d.tp % d.dcp == 0, "[plan] DCP {} must divide TP {}; the nearest that works is DCP {}", d.dcp, d.tp, nearest_divisor(d.tp, d.dcp));
-  for (auto [name, v] : {std::pair{"KV bytes", d.kv_bytes}, {"state bytes", d.state_bytes}, {"slots", d.slots}, {"memory fraction", d.memory_fraction}})
+  for (auto [name, v] :
+       {std::pair{"KV bytes", d.kv_bytes}, {"state bytes", d.state_bytes}, {"slots", d.slots}, {"memory fraction", d.memory_fraction}})
     K3_CHECK(v > 0, "[plan] {} is {} but must be above 0", name, v);
   return d;
 }
@@ -109,8 +113,10 @@ Five five(const Architecture& a, const Deployment& d, const Work& w) {
   for (const auto& [name, count] : a.mixers()) {
     MixerForm m = mixer_form(c, name);
     const double n = double(count);
-    if (w.regime == Regime::decode) cores += n * (m.pair_decode * w.context + m.token_decode);
-    else cores += n * (m.pair_prefill * (w.context + w.tokens / 2) + m.token_prefill);
+    if (w.regime == Regime::decode)
+      cores += n * (m.pair_decode * w.context + m.token_decode);
+    else
+      cores += n * (m.pair_prefill * (w.context + w.tokens / 2) + m.token_prefill);
   }
   const double routed_flops = 2 * moe * double(p.expert * c.num_experts_per_token);
   if (w.regime == Regime::decode) {
@@ -125,8 +131,8 @@ Five five(const Architecture& a, const Deployment& d, const Work& w) {
   f.flops += domain_tokens * routed_flops / ranks;
   if (d.tp > 1) {
     const double ring = 2 * (tp - 1) / tp, L = double(c.num_hidden_layers), width = 2.0 * double(c.hidden_size);
-    double payload = width * L;                     // attention's output
-    if (d.ep == 1) payload += width * L;            // the feed-forward's
+    double payload = width * L;                                                                                // attention's output
+    if (d.ep == 1) payload += width * L;                                                                       // the feed-forward's
     if (d.ep == 1 && c.routed_expert_hidden_size) payload += 2.0 * double(c.routed_expert_hidden_size) * moe;  // before the norm, which isn't linear
     f.tp_bytes = ring * group_tokens * payload;
   }

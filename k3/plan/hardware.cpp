@@ -56,7 +56,8 @@ class Reader {
   }
   bool has(const std::string& key) const { return object_.contains(key); }
   void done() {
-    if (!object_.empty()) fail("[hardware] {}: unknown key '{}'; the nearest known one is '{}'", where_, object_.begin().key(), nearest(object_.begin().key(), known_));
+    if (!object_.empty())
+      fail("[hardware] {}: unknown key '{}'; the nearest known one is '{}'", where_, object_.begin().key(), nearest(object_.begin().key(), known_));
   }
 
  private:
@@ -100,10 +101,12 @@ Efficiency read_efficiency(const json& j, const std::string& where) {
   e.mla_prefill = {mp.number("tau_us") * us, mp.number("flops")};
   mp.done();
   Reader ar = r.object("all_reduce");
-  e.all_reduce = {ar.number("small_tau_us") * us, ar.number("small_link"), ar.number("large_tau_us") * us, ar.number("large_link"), ar.number("limit_bytes")};
+  e.all_reduce = {ar.number("small_tau_us") * us, ar.number("small_link"), ar.number("large_tau_us") * us, ar.number("large_link"),
+                  ar.number("limit_bytes")};
   ar.done();
   Reader aa = r.object("all_to_all");
-  e.all_to_all = {aa.number("decode_tau_us") * us, aa.number("decode_net"), aa.number("prefill_tau_us") * us, aa.number("prefill_net"), aa.number("prefill_link")};
+  e.all_to_all = {aa.number("decode_tau_us") * us, aa.number("decode_net"), aa.number("prefill_tau_us") * us, aa.number("prefill_net"),
+                  aa.number("prefill_link")};
   aa.done();
   e.rest = r.number("rest_us") * us, e.host = r.number("host_ms", 0) * 1e-3;
   r.done();
@@ -142,7 +145,8 @@ Hardware load_hardware(const std::string& what) {
   h.link_domain = int64_t(r.number("link_domain", 1));
   double kda = r.number("kda_prefill_tflops", 0) * 1e12;
   r.number("processors", 0);
-  K3_CHECK(h.memory > 0 && h.hbm > 0 && h.bf16 > 0 && h.link_domain > 0, "[hardware] {}: memory_gb, hbm_tb_s, bf16_tflops and link_domain must be above 0", path);
+  K3_CHECK(h.memory > 0 && h.hbm > 0 && h.bf16 > 0 && h.link_domain > 0,
+           "[hardware] {}: memory_gb, hbm_tb_s, bf16_tflops and link_domain must be above 0", path);
   if (r.has("efficiency_constants")) {
     json whole = read_json(path);
     h.efficiency = read_efficiency(whole["efficiency_constants"], path + ": efficiency_constants");

@@ -11,23 +11,40 @@ namespace k3::plan {
 // Constants fitted to measurements (the file names its source). tau are seconds; the others fractions of a peak.
 struct Efficiency {
   std::string name, source;
-  struct { double tau, tau_standalone, hbm, flops; } gemm;
-  struct Experts { double tau, hbm_ep, hbm_tp, hbm_tp16, flops_ep, flops_tp; std::string math; };
+  struct {
+    double tau, tau_standalone, hbm, flops;
+  } gemm;
+  struct Experts {
+    double tau, hbm_ep, hbm_tp, hbm_tp16, flops_ep, flops_tp;
+    std::string math;
+  };
   Experts w4, fp8, bf16;
-  struct { double tau, hbm, token; } kda_decode;
-  struct { double tau, chunk, flops; } kda_prefill;  // flops: FLOP/s that the kernel reaches; chunk: seconds of one 16-token link of the chain
-  struct { double tau, hbm, flops; } mla_decode;
-  struct { double tau, flops; } mla_prefill;
-  struct { double small_tau, small_link, large_tau, large_link, limit; } all_reduce;  // limit: bytes up to which it is small
-  struct { double decode_tau, decode_net, prefill_tau, prefill_net, prefill_link; } all_to_all;
+  struct {
+    double tau, hbm, token;
+  } kda_decode;
+  struct {
+    double tau, chunk, flops;
+  } kda_prefill;  // flops: FLOP/s that the kernel reaches; chunk: seconds of one 16-token link of the chain
+  struct {
+    double tau, hbm, flops;
+  } mla_decode;
+  struct {
+    double tau, flops;
+  } mla_prefill;
+  struct {
+    double small_tau, small_link, large_tau, large_link, limit;
+  } all_reduce;  // limit: bytes up to which it is small
+  struct {
+    double decode_tau, decode_net, prefill_tau, prefill_net, prefill_link;
+  } all_to_all;
   double rest = 0;  // norms, AttnRes, convolutions, gates, top-k: seconds a layer
   double host = 0;  // seconds a step
 };
 
 struct Hardware {
   std::string key, name, kind, note;
-  double memory = 0, hbm = 0;        // bytes, B/s
-  double bf16 = 0, fp8 = 0, fp4 = 0; // FLOP/s; 0: not known
+  double memory = 0, hbm = 0;         // bytes, B/s
+  double bf16 = 0, fp8 = 0, fp4 = 0;  // FLOP/s; 0: not known
   double link = 0, net = 0, disk = 0;
   int64_t link_domain = 1;
   Efficiency efficiency;

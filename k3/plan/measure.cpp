@@ -99,27 +99,26 @@ std::string measure_this_machine() {
   auto round = [](double v) { return std::stod(fmt::format("{:.4g}", v)); };
   const double us = round(std::max(0.1, m.launch * 1e6)), read = round(std::min(1.0, m.read / m.triad)), all = 1.0;
   auto experts = [&] { return ordered_json{{"tau_us", us}, {"hbm", read}, {"flops", 0.7}, {"math", "bf16"}}; };
-  ordered_json j = {
-      {"name", fmt::format("this machine, {} threads", thread_count())},
-      {"kind", "measured"},
-      {"note", "k3 plan --measure: triad, float32 products (entered as bf16_tflops: this engine computes in float32), disk"},
-      {"memory_gb", round(m.memory / 1e9)},
-      {"hbm_tb_s", round(m.triad / 1e12)},
-      {"bf16_tflops", round(m.product / 1e12)},
-      {"link_domain", 1},
-      {"disk_gb_s", round(m.disk / 1e9)},
-      {"efficiency_constants",
-       {{"source", "measured; products and reads at the rates above"},
-        {"gemm", {{"tau_us", us}, {"tau_standalone_us", us}, {"hbm", read}, {"flops", all}}},
-        {"experts", {{"w4", experts()}, {"fp8", experts()}, {"bf16", experts()}}},
-        {"kda_decode", {{"tau_us", us}, {"hbm", 0.7}, {"token_us", us}}},
-        {"kda_prefill", {{"tau_us", us}, {"chunk_us", us}, {"tflops", round(m.product / 2e12)}}},
-        {"mla_decode", {{"tau_us", us}, {"hbm", 0.8}, {"flops", 0.5}}},
-        {"mla_prefill", {{"tau_us", us}, {"flops", 0.7}}},
-        {"all_reduce", {{"small_tau_us", 0}, {"small_link", 1}, {"large_tau_us", 0}, {"large_link", 1}, {"limit_bytes", 0}}},
-        {"all_to_all", {{"decode_tau_us", 0}, {"decode_net", 1}, {"prefill_tau_us", 0}, {"prefill_net", 1}, {"prefill_link", 1}}},
-        {"rest_us", round(20 * us)},
-        {"host_ms", 0}}}};
+  ordered_json j = {{"name", fmt::format("this machine, {} threads", thread_count())},
+                    {"kind", "measured"},
+                    {"note", "k3 plan --measure: triad, float32 products (entered as bf16_tflops: this engine computes in float32), disk"},
+                    {"memory_gb", round(m.memory / 1e9)},
+                    {"hbm_tb_s", round(m.triad / 1e12)},
+                    {"bf16_tflops", round(m.product / 1e12)},
+                    {"link_domain", 1},
+                    {"disk_gb_s", round(m.disk / 1e9)},
+                    {"efficiency_constants",
+                     {{"source", "measured; products and reads at the rates above"},
+                      {"gemm", {{"tau_us", us}, {"tau_standalone_us", us}, {"hbm", read}, {"flops", all}}},
+                      {"experts", {{"w4", experts()}, {"fp8", experts()}, {"bf16", experts()}}},
+                      {"kda_decode", {{"tau_us", us}, {"hbm", 0.7}, {"token_us", us}}},
+                      {"kda_prefill", {{"tau_us", us}, {"chunk_us", us}, {"tflops", round(m.product / 2e12)}}},
+                      {"mla_decode", {{"tau_us", us}, {"hbm", 0.8}, {"flops", 0.5}}},
+                      {"mla_prefill", {{"tau_us", us}, {"flops", 0.7}}},
+                      {"all_reduce", {{"small_tau_us", 0}, {"small_link", 1}, {"large_tau_us", 0}, {"large_link", 1}, {"limit_bytes", 0}}},
+                      {"all_to_all", {{"decode_tau_us", 0}, {"decode_net", 1}, {"prefill_tau_us", 0}, {"prefill_net", 1}, {"prefill_link", 1}}},
+                      {"rest_us", round(20 * us)},
+                      {"host_ms", 0}}}};
   return j.dump(2) + "\n";
 }
 

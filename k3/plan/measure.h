@@ -11,14 +11,14 @@
 namespace k3::plan {
 
 struct Machine {
-  double triad = 0;        // B/s of a = b + s c over memory
-  double cached = 0;       // B/s of the same over what the caches hold
-  double product = 0;      // FLOP/s of large float32 products
-  double read = 0;         // B/s at which a product of one row reads its weights
-  double element = 0;      // FLOP/s of gates and norms in cache
-  double launch = 0;       // seconds of an operator on nothing
-  double disk = 0;         // B/s written and read back
-  double memory = 0;       // bytes
+  double triad = 0;    // B/s of a = b + s c over memory
+  double cached = 0;   // B/s of the same over what the caches hold
+  double product = 0;  // FLOP/s of large float32 products
+  double read = 0;     // B/s at which a product of one row reads its weights
+  double element = 0;  // FLOP/s of gates and norms in cache
+  double launch = 0;   // seconds of an operator on nothing
+  double disk = 0;     // B/s written and read back
+  double memory = 0;   // bytes
 };
 Machine measure(double seconds_each = 0.3);
 std::string measure_this_machine();  // the hardware file

@@ -13,7 +13,7 @@ struct Claim {
   std::string claim;
   std::string recomputed;  // the numbers
   Verdict verdict;
-  std::string why;         // the condition, or what is right
+  std::string why;  // the condition, or what is right
 };
 std::vector<Claim> notes();
 std::string table(const std::vector<Claim>& claims);

@@ -11,10 +11,14 @@ namespace k3::plan {
 
 const char* name_of(Kind kind) {
   switch (kind) {
-    case Kind::exact: return "exact";
-    case Kind::counted: return "counted";
-    case Kind::modelled: return "estimate";
-    case Kind::measured: return "measured";
+    case Kind::exact:
+      return "exact";
+    case Kind::counted:
+      return "counted";
+    case Kind::modelled:
+      return "estimate";
+    case Kind::measured:
+      return "measured";
   }
   return "?";
 }
@@ -62,7 +66,10 @@ nlohmann::json to_json(const Sections& sections) {
   for (const Section& s : sections)
     for (const Number& n : s.numbers)
       out[n.key] = {{"value", std::isfinite(n.value) ? nlohmann::json(n.value) : nlohmann::json()},
-                    {"unit", n.unit}, {"kind", name_of(n.kind)}, {"formula", n.formula}, {"section", s.title}};
+                    {"unit", n.unit},
+                    {"kind", name_of(n.kind)},
+                    {"formula", n.formula},
+                    {"section", s.title}};
   return out;
 }
 

@@ -16,9 +16,9 @@ enum class Kind {
 const char* name_of(Kind kind);
 
 struct Number {
-  std::string key;      // unique within a plan: "decode.hbm"
+  std::string key;  // unique within a plan: "decode.hbm"
   double value = 0;
-  std::string unit;     // "B", "FLOP", "s", "B/s", "token/s", "" for a count; printed with a prefix (GB, TF, ms)
+  std::string unit;  // "B", "FLOP", "s", "B/s", "token/s", "" for a count; printed with a prefix (GB, TF, ms)
   Kind kind = Kind::exact;
   std::string formula;  // symbols, then the values put in
 };

@@ -89,7 +89,9 @@ TEST(plan, a_search_returns_only_what_fits_best_first) {
       EXPECT_GE(memory_of(a, h, list[i].deployment).sequences(32768), list[i].batch);
       if (i == 0) continue;
       const Fit &x = list[i - 1], &y = list[i];
-      EXPECT_TRUE(goal == Goal::latency ? x.tpot <= y.tpot : goal == Goal::throughput ? x.throughput >= y.throughput : x.longest_context >= y.longest_context);
+      EXPECT_TRUE(goal == Goal::latency      ? x.tpot <= y.tpot
+                  : goal == Goal::throughput ? x.throughput >= y.throughput
+                                             : x.longest_context >= y.longest_context);
     }
   }
   EXPECT_LT(std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count(), 30);
@@ -98,7 +100,8 @@ TEST(plan, a_search_returns_only_what_fits_best_first) {
 // acc is iso-cost in all five quantities; eff halves active cost, but reads as much once all experts are touched.
 TEST(plan, latent_experts_efficient_and_accurate) {
   auto variant = [](const char* latent, const char* n, const char* k) {
-    return load_architecture("k2", {std::string("routed_expert_hidden_size=") + latent, std::string("num_experts=") + n, std::string("num_experts_per_token=") + k, "experts_format=bf16"});
+    return load_architecture("k2", {std::string("routed_expert_hidden_size=") + latent, std::string("num_experts=") + n,
+                                    std::string("num_experts_per_token=") + k, "experts_format=bf16"});
   };
   const Architecture base = load_architecture("k2", {"experts_format=bf16"}), eff = variant("3584", "768", "8"), acc = variant("3584", "768", "16");
   const double golden[2][4] = {{.7046, 9.673, 25.03, 33.67}, {.3523, 5.217, 16.52, 31.51}};
@@ -118,7 +121,8 @@ TEST(plan, speculation_breaks_even_where_the_experts_unite) {
   int i = 0;
   Deployment d = resolve(a, gpus(8));
   d.rho = 0.55;
-  for (double batch : {1.0, 4.0, 16.0, 64.0, 128.0}) EXPECT_NEAR(break_even_accepted(a, load_hardware("b300"), d, batch, 8704, 8, 2e-3), golden[i++], 0.05);
+  for (double batch : {1.0, 4.0, 16.0, 64.0, 128.0})
+    EXPECT_NEAR(break_even_accepted(a, load_hardware("b300"), d, batch, 8704, 8, 2e-3), golden[i++], 0.05);
 }
 
 TEST(plan, a_report_holds_its_charts_and_nothing_from_elsewhere) {

@@ -10,7 +10,8 @@ namespace k3::plan {
 
 namespace {
 
-const char kHead[] = R"(<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>k3 plan</title><style>
+const char kHead[] =
+    R"(<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>k3 plan</title><style>
 body{font:15px/1.5 system-ui,sans-serif;color:#1a1a19;background:#fcfcfb;max-width:920px;margin:2rem auto;padding:0 1rem}
 h1{font-size:1.5rem;margin-bottom:.2rem}h2{font-size:1.1rem;margin:2.2rem 0 .4rem}p{margin:.3rem 0;color:#55544f}
 figure{margin:1.2rem 0}figcaption{font-weight:600;margin-bottom:.3rem}svg{width:100%;height:auto}
@@ -25,7 +26,8 @@ std::string roofline(const ReportModel& m, const Hardware& h, const Question& q)
     for (const OperatorTime& o : step_time(m.architecture, h, m.deployment, w).operators) {
       if (o.flops <= 0 || o.bytes <= 0 || o.seconds <= 0) continue;
       out.points.push_back({o.flops / o.bytes, o.flops / o.seconds, o.name,
-                            fmt::format("{}, {}: {}, {} of {}; bound by {}", name, o.name, show(o.flops / o.bytes, "FLOP/B"), show(o.flops / o.seconds, "FLOP/s"), show(o.seconds, "s"), name_of(o.bound))});
+                            fmt::format("{}, {}: {}, {} of {}; bound by {}", name, o.name, show(o.flops / o.bytes, "FLOP/B"),
+                                        show(o.flops / o.seconds, "FLOP/s"), show(o.seconds, "s"), name_of(o.bound))});
     }
     s.push_back(out);
   };
@@ -38,15 +40,18 @@ std::string roofline(const ReportModel& m, const Hardware& h, const Question& q)
     for (const Point& p : x.points) lowest = std::min(lowest, p.x), highest = std::max(highest, p.x);
   const double top = h.peak("fp8");
   highest = std::max(highest, 4 * top / h.hbm);
-  s.push_back({"limit", {{lowest, lowest * h.hbm, "", ""}, {top / h.hbm, top, "", ""}, {highest, top, top > h.bf16 ? "fp8" : "peak", ""}}, true, true});
+  s.push_back(
+      {"limit", {{lowest, lowest * h.hbm, "", ""}, {top / h.hbm, top, "", ""}, {highest, top, top > h.bf16 ? "fp8" : "peak", ""}}, true, true});
   if (top > h.bf16) s.push_back({"limit", {{h.bf16 / h.hbm, h.bf16, "", ""}, {highest, h.bf16, "bf16", ""}}, true, true});
-  return xy_chart(fmt::format("Roofline of {} on {}: what each operator reaches (estimate)", m.architecture.name, h.name), "FLOPs a byte of HBM", "FLOP/s of one rank", s, "", "FLOP/s");
+  return xy_chart(fmt::format("Roofline of {} on {}: what each operator reaches (estimate)", m.architecture.name, h.name), "FLOPs a byte of HBM",
+                  "FLOP/s of one rank", s, "", "FLOP/s");
 }
 
 std::string bars(const std::vector<ReportModel>& models, const Hardware& h, const Question& q) {
   std::vector<Bar> time, memory;
   for (const ReportModel& m : models) {
-    for (const auto& [name, w] : {std::pair<std::string, Work>{fmt::format("decode step, batch {:g}, context {:.0f}", q.batch, q.context), {Regime::decode, q.batch, q.context, q.width, q.replay}},
+    for (const auto& [name, w] : {std::pair<std::string, Work>{fmt::format("decode step, batch {:g}, context {:.0f}", q.batch, q.context),
+                                                               {Regime::decode, q.batch, q.context, q.width, q.replay}},
                                   {fmt::format("prefill of {:.0f}", q.context), {Regime::prefill, 1, 0, q.context}}}) {
       StepTime t = step_time(m.architecture, h, m.deployment, w);
       Bar b{models.size() > 1 ? m.architecture.name + ", " + name : name, show(t.seconds(), "s"), {}};
@@ -58,7 +63,13 @@ std::string bars(const std::vector<ReportModel>& models, const Hardware& h, cons
     double free = h.memory - x.weights() - cache - state - m.deployment.workspace;
     memory.push_back({models.size() > 1 ? m.architecture.name : "one rank",
                       free < 0 ? fmt::format("{} of {}: does not fit", show(h.memory - free, "B"), show(h.memory, "B")) : show(h.memory, "B"),
-                      {{"experts", x.routed}, {"trunk", x.trunk + x.small}, {"embedding, head", x.tables}, {"token cache", cache}, {"states", state}, {"workspace", m.deployment.workspace}, {"free", std::max(0.0, free)}}});
+                      {{"experts", x.routed},
+                       {"trunk", x.trunk + x.small},
+                       {"embedding, head", x.tables},
+                       {"token cache", cache},
+                       {"states", state},
+                       {"workspace", m.deployment.workspace},
+                       {"free", std::max(0.0, free)}}});
   }
   return stacked_bars("Where a step's time goes (estimate)", time, "s") + stacked_bars("Memory of one rank", memory, "B");
 }
@@ -80,7 +91,8 @@ std::string curves(const std::vector<ReportModel>& models, const Hardware& h, co
   }
   return xy_chart("Time a token over the batch, as far as memory lasts (estimate)", "sequences of a group", "time of a step", tpot, "", "s") +
          xy_chart("Throughput of one GPU over the batch (estimate)", "sequences of a group", "token/s and GPU", rate, "", "") +
-         xy_chart(fmt::format("Time a token over the context, batch {:g} (estimate)", q.batch), "tokens of context", "time of a step", context, "", "s") +
+         xy_chart(fmt::format("Time a token over the context, batch {:g} (estimate)", q.batch), "tokens of context", "time of a step", context, "",
+                  "s") +
          xy_chart("How many sequences of a length fit into a group", "tokens of context", "sequences", cache, "", "");
 }
 
@@ -89,15 +101,19 @@ std::string curves(const std::vector<ReportModel>& models, const Hardware& h, co
 std::string html_report(const std::vector<ReportModel>& models, const Hardware& h, const Question& q) {
   std::string names;
   for (const ReportModel& m : models) names += (names.empty() ? "" : " / ") + m.architecture.name;
-  std::string out = std::string(kHead) + fmt::format("<h1>{} on {}</h1><p>{}", escape(names), escape(h.name), escape(fmt::format("{} GPUs, {}", models[0].deployment.gpus, to_string(models[0].deployment))));
-  out += fmt::format(". Times are estimates with the constants '{}' ({}); published cases are predicted to 15 to 30 %. Bytes and FLOPs are exact.</p>", escape(h.efficiency.name), escape(h.efficiency.source));
+  std::string out = std::string(kHead) + fmt::format("<h1>{} on {}</h1><p>{}", escape(names), escape(h.name),
+                                                     escape(fmt::format("{} GPUs, {}", models[0].deployment.gpus, to_string(models[0].deployment))));
+  out +=
+      fmt::format(". Times are estimates with the constants '{}' ({}); published cases are predicted to 15 to 30 %. Bytes and FLOPs are exact.</p>",
+                  escape(h.efficiency.name), escape(h.efficiency.source));
   for (const ReportModel& m : models) out += roofline(m, h, q);
   out += bars(models, h, q) + curves(models, h, q);
   for (const ReportModel& m : models)
     for (const Section& s : m.sections) {
       out += fmt::format("<h2>{}{}</h2><table>", models.size() > 1 ? escape(m.architecture.name) + ": " : "", escape(s.title));
       for (const Number& n : s.numbers)
-        out += fmt::format("<tr><td>{}</td><td title='{}'>{}</td><td class='k'>{}</td><td>{}</td></tr>", escape(n.key), escape(show(n.value, n.unit, true)), escape(show(n.value, n.unit)), name_of(n.kind), escape(n.formula));
+        out += fmt::format("<tr><td>{}</td><td title='{}'>{}</td><td class='k'>{}</td><td>{}</td></tr>", escape(n.key),
+                           escape(show(n.value, n.unit, true)), escape(show(n.value, n.unit)), name_of(n.kind), escape(n.formula));
       out += "</table>";
     }
   return out + "</body></html>\n";

@@ -24,7 +24,8 @@ Cost1 roofline(double tau, double bytes, double byte_rate, double flops, double 
 
 Cost1 gemm(const Hardware& h, double rows, double in, double out, double weight_bytes, bool standalone = false) {
   const auto& g = h.efficiency.gemm;
-  return roofline(standalone ? g.tau_standalone : g.tau, weight_bytes * in * out + 2 * rows * (in + out), g.hbm * h.hbm, 2 * rows * in * out, g.flops * h.bf16);
+  return roofline(standalone ? g.tau_standalone : g.tau, weight_bytes * in * out + 2 * rows * (in + out), g.hbm * h.hbm, 2 * rows * in * out,
+                  g.flops * h.bf16);
 }
 
 struct RoutedCost {
@@ -40,7 +41,8 @@ RoutedCost routed(const Architecture& a, const Hardware& h, const Deployment& d,
   const double hbm = by_expert ? e.hbm_ep : d.tp > 8 ? e.hbm_tp16 : e.hbm_tp, flop = by_expert ? e.flops_ep : e.flops_tp;
   const bool widened = a.experts.name.starts_with("int4");  // no matrix unit takes int4 weights: they become bf16 on the way
   RoutedCost r;
-  r.bytes = d.balance * experts_touched(double(c.num_experts), double(c.num_experts_per_token), domain_tokens, rho) * double(p.expert) * a.experts.bytes / ranks;
+  r.bytes = d.balance * experts_touched(double(c.num_experts), double(c.num_experts_per_token), domain_tokens, rho) * double(p.expert) *
+            a.experts.bytes / ranks;
   r.flops = d.balance * 2 * domain_tokens * double(c.num_experts_per_token) * double(p.expert) / ranks;
   r.tau = e.tau, r.memory = r.bytes / (hbm * h.hbm), r.compute = r.flops / (flop * h.peak(widened ? "bf16" : e.math));
   r.seconds = r.tau + r.memory + r.compute;
@@ -59,7 +61,8 @@ Cost1 kda_decode(const Hardware& h, double heads, double k, double conv, double 
 Cost1 kda_prefill(const Hardware& h, double heads, double k, double sequences, double tokens, double flops_a_token) {
   const auto& e = h.efficiency.kda_prefill;
   double flops = sequences * tokens * flops_a_token, chain = tokens / 16 * e.chunk;  // sequences' chains run side by side
-  Cost1 r{flops, sequences * tokens * heads * k * 2 * 6, e.tau + std::max(flops / e.flops, chain), chain > flops / e.flops ? Bound::chain : Bound::flops};
+  Cost1 r{flops, sequences * tokens * heads * k * 2 * 6, e.tau + std::max(flops / e.flops, chain),
+          chain > flops / e.flops ? Bound::chain : Bound::flops};
   return r;
 }
 
@@ -80,11 +83,16 @@ double all_reduce(const Hardware& h, double n, double s) {
 
 const char* name_of(Bound b) {
   switch (b) {
-    case Bound::launch: return "launch";
-    case Bound::hbm: return "HBM";
-    case Bound::flops: return "FLOPs";
-    case Bound::network: return "network";
-    case Bound::chain: return "serial chain";
+    case Bound::launch:
+      return "launch";
+    case Bound::hbm:
+      return "HBM";
+    case Bound::flops:
+      return "FLOPs";
+    case Bound::network:
+      return "network";
+    case Bound::chain:
+      return "serial chain";
   }
   return "?";
 }
@@ -137,8 +145,8 @@ StepTime step_time(const Architecture& a, const Hardware& h, const Deployment& d
       if (one.seconds > largest) largest = one.seconds, o.bound = one.bound;
       shapes += fmt::format("{}{:.0f}->{:.0f}", shapes.empty() ? "" : ", ", g.in, g.out);
     }
-    o.formula = fmt::format("{:.0f} x sum over {} of tau + max(({} k n + 2 t (k+n)) / ({} B_m), 2 t k n / ({} F)), t = {:.0f}", count, shapes, wb, e.gemm.hbm,
-                            e.gemm.flops, rows);
+    o.formula = fmt::format("{:.0f} x sum over {} of tau + max(({} k n + 2 t (k+n)) / ({} B_m), 2 t k n / ({} F)), t = {:.0f}", count, shapes, wb,
+                            e.gemm.hbm, e.gemm.flops, rows);
     step.operators.push_back(o);
   };
   auto core = [&](const std::string& name, double count, const Cost1& one, std::string formula) {
@@ -153,7 +161,10 @@ StepTime step_time(const Architecture& a, const Hardware& h, const Deployment& d
     for (char& ch : label) ch = ch == '_' ? ' ' : char(std::toupper(ch));
     if (f.state) {
       const double heads = double(c.kda_num_heads) / tp, k = double(c.kda_head_dim), P = heads * k, conv = double(c.short_conv_kernel_size);
-      std::vector<Gemm> list = {{hidden, (c.use_full_rank_gate ? 4 : 3) * P}, {hidden, double(c.kda_num_heads) + (mixer == "kda" ? k : mixer == "gdn" ? double(c.kda_num_heads) : 0)}};
+      std::vector<Gemm> list = {{hidden, (c.use_full_rank_gate ? 4 : 3) * P},
+                                {hidden, double(c.kda_num_heads) + (mixer == "kda"   ? k
+                                                                    : mixer == "gdn" ? double(c.kda_num_heads)
+                                                                                     : 0)}};
       if (mixer == "kda") list.push_back({k, P});
       if (!c.use_full_rank_gate) list.push_back({hidden, k}), list.push_back({k, P});
       list.push_back({P, hidden});
@@ -163,7 +174,8 @@ StepTime step_time(const Architecture& a, const Hardware& h, const Deployment& d
              fmt::format("{:.0f} x (tau + 2 b (state + window) / ({} B_m)), {:.0f} heads a rank, b = {}", n, e.kda_decode.hbm, heads, w.batch));
       else
         core(label, n, kda_prefill(h, heads, k, w.batch, w.tokens, f.token_prefill / tp),
-             fmt::format("{:.0f} x (tau + max(FLOPs / {:.3g}, T/16 x {:.3g} s)), {:.0f} heads a rank", n, e.kda_prefill.flops, e.kda_prefill.chunk, heads));
+             fmt::format("{:.0f} x (tau + max(FLOPs / {:.3g}, T/16 x {:.3g} s)), {:.0f} heads a rank", n, e.kda_prefill.flops, e.kda_prefill.chunk,
+                         heads));
       continue;
     }
     std::vector<Gemm> list;
@@ -171,13 +183,17 @@ StepTime step_time(const Architecture& a, const Hardware& h, const Deployment& d
     const bool latent = mixer.starts_with("mla");
     const double split = mixer == "gqa" ? std::min(tp, double(c.num_key_value_heads)) : 1;  // one latent or shared head is on every rank
     if (latent) {
-      if (rq > 0) list = {{hidden, rq + rank + rope}, {rq, (nope + rope) * H}};
-      else list = {{hidden, rank + rope}, {hidden, (nope + rope) * H}};
+      if (rq > 0)
+        list = {{hidden, rq + rank + rope}, {rq, (nope + rope) * H}};
+      else
+        list = {{hidden, rank + rope}, {hidden, (nope + rope) * H}};
       list.push_back({rank, nope * H}), list.push_back({rank, v * H});
     } else {
       value = f.pair_decode / 4 / double(f.heads);
-      if (mixer == "mfa" && rq > 0) list = {{hidden, rq + double(f.cached)}, {rq, value * H}};
-      else list = {{hidden, value * H + double(f.cached) / split}};
+      if (mixer == "mfa" && rq > 0)
+        list = {{hidden, rq + double(f.cached)}, {rq, value * H}};
+      else
+        list = {{hidden, value * H + double(f.cached) / split}};
     }
     if (c.mla_use_output_gate) list.push_back({hidden, value * H});
     list.push_back({value * H, hidden});
@@ -185,8 +201,9 @@ StepTime step_time(const Architecture& a, const Hardware& h, const Deployment& d
     if (decode) {
       double bytes = w.batch * w.context * double(f.cached) * d.kv_bytes / split / double(d.dcp), flops = t * w.context * f.pair_decode / tp;
       core(label, n, attention_decode(h, bytes, flops),
-           fmt::format("{:.0f} x (tau + max(b c {} / ({} B_m), b q c {} / ({} F))), b = {}, c = {:.0f}", n, double(f.cached) * d.kv_bytes / split / double(d.dcp),
-                       e.mla_decode.hbm, f.pair_decode / tp, e.mla_decode.flops, w.batch, w.context));
+           fmt::format("{:.0f} x (tau + max(b c {} / ({} B_m), b q c {} / ({} F))), b = {}, c = {:.0f}", n,
+                       double(f.cached) * d.kv_bytes / split / double(d.dcp), e.mla_decode.hbm, f.pair_decode / tp, e.mla_decode.flops, w.batch,
+                       w.context));
     } else {
       double flops = t * (w.context + w.tokens / 2) * f.pair_prefill / tp;
       core(label, n, roofline(e.mla_prefill.tau, t * double(f.cached) * d.kv_bytes, h.hbm, flops, e.mla_prefill.flops * h.bf16),
@@ -194,22 +211,32 @@ StepTime step_time(const Architecture& a, const Hardware& h, const Deployment& d
     }
     if (d.dcp > 1 && decode) {
       double s = double(d.dcp), bytes = (s - 1) / s * t * H * s * (double(2 * c.kv_lora_rank + c.qk_rope_head_dim) + 1) * 2 / s;
-      step.operators.push_back({"DCP exchange", 2 * n, 0, 0, n * bytes, n * (2 * e.all_reduce.small_tau + bytes / (e.all_reduce.small_link * h.between(d.dcp))),
-                                Bound::network, "queries gathered, partial outputs scattered within the DCP ranks"});
+      step.operators.push_back({"DCP exchange", 2 * n, 0, 0, n * bytes,
+                                n * (2 * e.all_reduce.small_tau + bytes / (e.all_reduce.small_link * h.between(d.dcp))), Bound::network,
+                                "queries gathered, partial outputs scattered within the DCP ranks"});
     }
   }
 
   if (moe > 0) {
-    const double N = double(c.num_experts), K = double(c.num_experts_per_token), width = double(c.latent_size()), Sm = double(c.num_shared_experts * c.moe_intermediate_size);
+    const double N = double(c.num_experts), K = double(c.num_experts_per_token), width = double(c.latent_size()),
+                 Sm = double(c.num_shared_experts * c.moe_intermediate_size);
     gemms("router", moe, {{hidden, N}}, t);
     if (c.routed_expert_hidden_size) gemms("latent pair", moe, {{hidden, width}, {width, hidden / tp}}, t);
     const double domain = t * (d.ep > 1 ? double(d.ep) / tp : 1);
     const double rho = d.rho;
     RoutedCost r = routed(a, h, d, domain, rho);
-    OperatorTime routed_op{"routed experts", moe, moe * r.flops, moe * r.bytes, 0, moe * r.seconds,
-                           r.tau > r.memory && r.tau > r.compute ? Bound::launch : r.memory > r.compute ? Bound::hbm : Bound::flops,
-                           fmt::format("{:.0f} x (tau {:.3g} s + bytes {:.3g} s + FLOPs {:.3g} s): U({:.0f} tokens, rho {}) experts of {:.0f} B over {} ranks", moe, r.tau,
-                                       r.memory, r.compute, domain, rho, double(parameters(a).expert) * a.experts.bytes, d.expert_ranks())};
+    OperatorTime routed_op{
+        "routed experts",
+        moe,
+        moe * r.flops,
+        moe * r.bytes,
+        0,
+        moe * r.seconds,
+        r.tau > r.memory && r.tau > r.compute ? Bound::launch
+        : r.memory > r.compute                ? Bound::hbm
+                                              : Bound::flops,
+        fmt::format("{:.0f} x (tau {:.3g} s + bytes {:.3g} s + FLOPs {:.3g} s): U({:.0f} tokens, rho {}) experts of {:.0f} B over {} ranks", moe,
+                    r.tau, r.memory, r.compute, domain, rho, double(parameters(a).expert) * a.experts.bytes, d.expert_ranks())};
     step.operators.push_back(routed_op);
     if (Sm > 0) {
       gemms("shared experts", moe, {{hidden, 2 * Sm / tp}, {Sm / tp, hidden}}, t);
@@ -228,15 +255,18 @@ StepTime step_time(const Architecture& a, const Hardware& h, const Deployment& d
       if (decode) {  // one copy a distinct rank; those outside the node go over the network
         double copies = distinct_ranks(E, K), far = nodes > 1 ? copies * (E - inside) / E : 0, near = copies * (inside - 1) / E;
         o.network = moe * tokens * bytes_a_copy * (far + near);
-        one = 2 * x.decode_tau + std::max(tokens * bytes_a_copy * far / (x.decode_net * (h.net > 0 ? h.net : h.link)), tokens * bytes_a_copy * near / (x.decode_net * h.link));
+        one = 2 * x.decode_tau + std::max(tokens * bytes_a_copy * far / (x.decode_net * (h.net > 0 ? h.net : h.link)),
+                                          tokens * bytes_a_copy * near / (x.decode_net * h.link));
         if (nodes > 1) one = 2 * x.decode_tau + tokens * bytes_a_copy * (far + near) / (x.decode_net * h.net);
       } else {  // one copy a node, forwarded inside
         double far = remote_node_copies(nodes, K), near = remote_rank_copies(E, K);
         o.network = moe * tokens * bytes_a_copy * (nodes > 1 ? far : near);
-        one = 2 * x.prefill_tau + std::max(nodes > 1 ? tokens * bytes_a_copy * far / (x.prefill_net * h.net) : 0, tokens * bytes_a_copy * near / (x.prefill_link * h.link));
+        one = 2 * x.prefill_tau + std::max(nodes > 1 ? tokens * bytes_a_copy * far / (x.prefill_net * h.net) : 0,
+                                           tokens * bytes_a_copy * near / (x.prefill_link * h.link));
       }
       o.seconds = moe * one;
-      o.formula = fmt::format("{:.0f} x (2 tau + copies x {:.0f} B / rate) for {:.1f} tokens a rank over {:.0f} ranks in {:.0f} nodes", moe, bytes_a_copy, tokens, E, nodes);
+      o.formula = fmt::format("{:.0f} x (2 tau + copies x {:.0f} B / rate) for {:.1f} tokens a rank over {:.0f} ranks in {:.0f} nodes", moe,
+                              bytes_a_copy, tokens, E, nodes);
       step.operators.push_back(o);
     }
   }
@@ -246,7 +276,8 @@ StepTime step_time(const Architecture& a, const Hardware& h, const Deployment& d
   }
   if (d.tp > 1) {
     double s = t * hidden * 2, count = L + (d.ep > 1 ? dense : L), one = all_reduce(h, tp, s);
-    step.operators.push_back({"all-reduce", count, 0, 0, count * 2 * (tp - 1) / tp * s, count * one, s > e.all_reduce.limit ? Bound::network : Bound::launch,
+    step.operators.push_back({"all-reduce", count, 0, 0, count * 2 * (tp - 1) / tp * s, count * one,
+                              s > e.all_reduce.limit ? Bound::network : Bound::launch,
                               fmt::format("{:.0f} x all-reduce of {:.0f} B over {} ranks", count, s, d.tp)});
   }
   gemms("head", 1, {{hidden, double(c.vocab_size) / tp}}, decode ? t : w.batch);
@@ -263,7 +294,9 @@ StepTime step_time(const Architecture& a, const Hardware& h, const Deployment& d
 double gemm_seconds(const Hardware& h, double rows, double in, double out, double weight_bytes, bool standalone) {
   return gemm(h, rows, in, out, weight_bytes, standalone).seconds;
 }
-double experts_seconds(const Architecture& a, const Hardware& h, const Deployment& d, double domain_tokens) { return routed(a, h, d, domain_tokens, 1).seconds; }
+double experts_seconds(const Architecture& a, const Hardware& h, const Deployment& d, double domain_tokens) {
+  return routed(a, h, d, domain_tokens, 1).seconds;
+}
 double kda_decode_seconds(const Hardware& h, double heads, double k, double conv, double batch, double tokens) {
   return kda_decode(h, heads, k, conv, batch, tokens, 4, true).seconds;
 }

@@ -19,9 +19,9 @@ const char* name_of(Bound b);
 
 struct OperatorTime {
   std::string name;
-  double count = 1;                            // times a step
-  double flops = 0, bytes = 0, network = 0;    // of all of them, one rank
-  double seconds = 0;                          // of all of them; 0 for what hides behind another
+  double count = 1;                          // times a step
+  double flops = 0, bytes = 0, network = 0;  // of all of them, one rank
+  double seconds = 0;                        // of all of them; 0 for what hides behind another
   Bound bound = Bound::launch;
   std::string formula;
 };
@@ -29,7 +29,7 @@ struct OperatorTime {
 struct StepTime {
   std::vector<OperatorTime> operators;
   double seconds() const;
-  double of(const std::string& name) const;    // 0 when there is none
+  double of(const std::string& name) const;  // 0 when there is none
   double flops() const, bytes() const, network() const;
 };
 
