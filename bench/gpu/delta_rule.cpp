@@ -183,6 +183,130 @@ void check_chunks() {
   expect("chunk, a later token's gate moves earlier rows by no more than a rare last bit", error(moved, right), 1e-3);
 }
 
+// Gradients of sum(o . d_o) + sum(final state . d_state), by the recurrence backwards (training.md 5.2, 5.5), in double.
+struct Gradients {
+  std::vector<double> q, k, v, x, b, A, dt, state;
+};
+Gradients recurrence_backward(const Problem& p, double scale, const std::vector<float>& d_o, const std::vector<float>& d_state) {
+  const int H = p.heads;
+  const int64_t n = p.tokens() * H * D;
+  Gradients g{std::vector<double>(n), std::vector<double>(n), std::vector<double>(n), std::vector<double>(n), std::vector<double>(p.tokens() * H), std::vector<double>(H), std::vector<double>(H * D), std::vector<double>(p.state.size())};
+  for (int s = 0; s < p.sequences(); ++s)
+    for (int h = 0; h < H; ++h) {
+      const int T = p.begins[s + 1] - p.begins[s];
+      const int64_t at = (int64_t(s) * H + h) * D * D;
+      std::vector<double> S((T + 1) * D * D), G(D * D), decayed(D * D);
+      for (int i = 0; i < D * D; ++i) S[i] = p.state[at + i], G[i] = d_state[at + i];
+      std::vector<double> Q(T * D), K(T * D), a(T * D), rq(T), rk(T), beta(T), e(T * D);
+      const double rate = std::exp(double(p.A_log[h]));
+      for (int t = 0; t < T; ++t) {
+        const int64_t r = (int64_t(p.begins[s] + t) * H + h) * D;
+        double nq = 1e-6, nk = 1e-6;
+        for (int i = 0; i < D; ++i) nq += double(p.q[r + i]) * p.q[r + i], nk += double(p.k[r + i]) * p.k[r + i];
+        rq[t] = 1 / std::sqrt(nq), rk[t] = 1 / std::sqrt(nk), beta[t] = 1 / (1 + std::exp(-double(p.b[r / D])));
+        const double* in = &S[t * D * D];
+        double* out = &S[(t + 1) * D * D];
+        for (int i = 0; i < D; ++i) {
+          Q[t * D + i] = p.q[r + i] * rq[t], K[t * D + i] = p.k[r + i] * rk[t];
+          a[t * D + i] = std::exp(-5 / (1 + std::exp(-rate * (double(p.x[r + i]) + p.dt_bias[h * D + i]))));
+        }
+        for (int j = 0; j < D; ++j) e[t * D + j] = p.v[r + j];
+        for (int i = 0; i < D; ++i)
+          for (int j = 0; j < D; ++j) out[i * D + j] = a[t * D + i] * in[i * D + j], e[t * D + j] -= K[t * D + i] * out[i * D + j];
+        for (int i = 0; i < D; ++i)
+          for (int j = 0; j < D; ++j) out[i * D + j] += K[t * D + i] * beta[t] * e[t * D + j];
+      }
+      for (int t = T - 1; t >= 0; --t) {
+        const int64_t r = (int64_t(p.begins[s] + t) * H + h) * D;
+        double dq[D] = {}, dk[D] = {}, du[D] = {}, de[D], db = 0, qq = 0, kk = 0;
+        for (int i = 0; i < D; ++i)
+          for (int j = 0; j < D; ++j) {
+            G[i * D + j] += scale * Q[t * D + i] * d_o[r + j];
+            dq[i] += scale * S[((t + 1) * D + i) * D + j] * d_o[r + j];
+            du[j] += G[i * D + j] * K[t * D + i];
+            decayed[i * D + j] = a[t * D + i] * S[(t * D + i) * D + j];
+          }
+        for (int j = 0; j < D; ++j) db += du[j] * e[t * D + j], de[j] = beta[t] * du[j], g.v[r + j] = de[j];
+        for (int i = 0; i < D; ++i) {
+          double dg = 0;
+          for (int j = 0; j < D; ++j) {
+            dk[i] += G[i * D + j] * beta[t] * e[t * D + j] - decayed[i * D + j] * de[j];
+            double dS = G[i * D + j] - K[t * D + i] * de[j];
+            dg += dS * decayed[i * D + j];
+            G[i * D + j] = a[t * D + i] * dS;
+          }
+          double z = rate * (double(p.x[r + i]) + p.dt_bias[h * D + i]), sg = 1 / (1 + std::exp(-z)), dz = dg * -5 * sg * (1 - sg);
+          g.x[r + i] = dz * rate, g.dt[h * D + i] += dz * rate, g.A[h] += dz * z;
+          qq += Q[t * D + i] * dq[i], kk += K[t * D + i] * dk[i];
+        }
+        for (int i = 0; i < D; ++i) g.q[r + i] = rq[t] * (dq[i] - Q[t * D + i] * qq), g.k[r + i] = rk[t] * (dk[i] - K[t * D + i] * kk);
+        g.b[r / D] = db * beta[t] * (1 - beta[t]);
+      }
+      std::copy(G.begin(), G.end(), g.state.begin() + at);
+    }
+  return g;
+}
+
+void check_backward() {
+  for (int which = 0; which < 7; ++which) {
+    const Gates& gates = kGates[which];
+    Problem p = make({1, 17, 0, 33, 64, 100}, 2, gates, 21 + which);
+    Rng rng(31);
+    const int64_t n = p.q.size();
+    std::vector<float> d_o = normals(n, rng), d_state = normals(p.state.size(), rng, 0, 0.2);
+    for (float& x : d_o) x = to_float(k3::to_bf16(x));
+    Gradients right = recurrence_backward(p, 0.08838834764831845, d_o, d_state);
+    OnDevice d(p);
+    std::vector<int> chunk_begins = {0};
+    for (int s = 0; s < p.sequences(); ++s) chunk_begins.push_back(chunk_begins.back() + (p.begins[s + 1] - p.begins[s] + 31) / 32);
+    const int chunks = chunk_begins.back(), H = p.heads;
+    Buffer<bf16> snapshots(int64_t(chunks) * H * D * D), d_snapshots(int64_t(chunks) * H * D * D), u(n), dd_o(gpu::to_bf16(d_o)), dq(n), dk(n), dv(n), dx(n), db(n / D);
+    Buffer<float> ds(d_state), ds_in(int64_t(d_state.size())), dA(std::vector<float>(H, 0.f)), ddt(std::vector<float>(H * D, 0.f)), partial(cuda::delta_backward_partial(chunks, H));
+    Buffer<int> cb(chunk_begins);
+    d.a.snapshots = snapshots.data, d.a.u = u.data, d.a.chunk_begins = cb.data;
+    cuda::DeltaBackwardArgs b{d.a, chunks, dd_o.data, ds.data, dq.data, dk.data, dv.data, dx.data, db.data, ds_in.data, dA.data, ddt.data, d_snapshots.data, partial.data};
+    launched(delta_chunk_forward(d.a, nullptr));
+    launched(delta_chunk_backward(b, nullptr));
+    GPU(cudaDeviceSynchronize());
+    const double limit = which == 6 ? 3e-2 : 1.5e-2;
+    std::string name = std::string("backward, ") + gates.name + ", ";
+    expect(name + "dq", error(widen(dq.download()), right.q), limit), expect(name + "dk", error(widen(dk.download()), right.k), limit);
+    expect(name + "dv", error(widen(dv.download()), right.v), limit), expect(name + "db", error(widen(db.download()), right.b), limit);
+    // a gate's gradient that is nearly nothing in double is measured against the keys'
+    double size = 0, small = 0;
+    for (int64_t i = 0; i < n; ++i) size += right.k[i] * right.k[i], small += right.x[i] * right.x[i];
+    expect(name + "dx", error(widen(dx.download()), right.x) * std::min(1., std::sqrt(small / size) * 1e3), limit);
+    expect(name + "initial state", error(widen(ds_in.download()), right.state), limit);
+    auto A1 = dA.download(), t1 = ddt.download();
+    auto q1 = dq.download(), x1 = dx.download();
+    expect(name + "A_log", error(widen(A1), right.A) * std::min(1., std::sqrt(small / size) * 1e3), 3e-2), // a sum over tokens in which most cancels, while the noise of bf16 operands is alike within a chunk
+    expect(name + "dt_bias", error(widen(t1), right.dt) * std::min(1., std::sqrt(small / size) * 1e3), 4e-2);
+    dA.zero(), ddt.zero(), dq.poison(), dx.poison(), partial.poison(), d_snapshots.poison(), snapshots.poison();
+    launched(delta_chunk_forward(d.a, nullptr));
+    launched(delta_chunk_backward(b, nullptr));
+    GPU(cudaDeviceSynchronize());
+    expect_true(name + "two runs are bitwise equal", same_bits(A1, dA.download()) && same_bits(t1, ddt.download()) && same_bits(q1, dq.download()) && same_bits(x1, dx.download()));
+  }
+}
+
+void time_backward() {
+  for (const Gates& gates : {kGates[0], kGates[1]}) {
+    const int T = 8192, H = 96, chunks = T / 32;
+    Rng rng(3);
+    const int64_t W = H * D, n = int64_t(T) * W;
+    Buffer<bf16> q(many_normals(n, rng)), k(many_normals(n, rng)), v(many_normals(n, rng)), x(many_normals(n, rng, gates.mean, gates.deviation)), b(many_normals(T * H, rng)), o(n), d_o(many_normals(n, rng)), u(n), dq(n), dk(n), dv(n), dx(n), db(T * H);
+    Buffer<bf16> snapshots(int64_t(chunks) * W * D), d_snapshots(int64_t(chunks) * W * D);
+    Buffer<float> A(std::vector<float>(H, 0.f)), dt(std::vector<float>(W, 0.f)), out(W * D), dA(std::vector<float>(H, 0.f)), ddt(std::vector<float>(W, 0.f)), partial(cuda::delta_backward_partial(chunks, H));
+    Buffer<int> begins(std::vector<int>{0, T}), cb(std::vector<int>{0, chunks});
+    cuda::DeltaChunkArgs a{q.data, k.data, v.data, x.data, b.data, W, W, W, W, H, W, o.data, {true, -5.f, A.data, dt.data}, 0.0884f, begins.data, 1, H, T, nullptr, out.data};
+    a.snapshots = snapshots.data, a.u = u.data, a.chunk_begins = cb.data;
+    cuda::DeltaBackwardArgs g{a, chunks, d_o.data, nullptr, dq.data, dk.data, dv.data, dx.data, db.data, nullptr, dA.data, ddt.data, d_snapshots.data, partial.data};
+    report(std::string("KDA forward for training, T 8192, 96 heads, ") + gates.name, time_us([&](int, cudaStream_t s) { launched(delta_chunk_forward(a, s)); }, 1, 15), 237 + 234);
+    report(std::string("KDA backward, T 8192, 96 heads, ") + gates.name, time_us([&](int, cudaStream_t s) { launched(delta_chunk_backward(g, s)); }, 1, 15), 800);
+    report(std::string("KDA forward + backward, T 8192, 96 heads, ") + gates.name, time_us([&](int, cudaStream_t s) { launched(delta_chunk_forward(a, s)), launched(delta_chunk_backward(g, s)); }, 1, 15), 1037);
+  }
+}
+
 double silu(double x) { return x / (1 + std::exp(-x)); }
 
 void check_step() {
@@ -283,8 +407,8 @@ void time_step() {
 }  // namespace
 
 int main(int argc, char** argv) {
-  if (wants(argc, argv, "check")) check_chunks(), check_step();
-  if (wants(argc, argv, "time")) time_chunks(), time_step();
+  if (wants(argc, argv, "check")) check_chunks(), check_step(), check_backward();
+  if (wants(argc, argv, "time")) time_chunks(), time_step(), time_backward();
   if (argc > 1 && !std::strcmp(argv[1], "profile")) {  // one launch, for a profiler
     Problem p = make({1024}, 96, kGates[0], 1);
     OnDevice d(p);

@@ -4,9 +4,9 @@
 // Split: a cluster is `split_pages` pages of one row; pages are cut at fixed places of the row's own sequence. More than 32 heads: two blocks share
 // the heads and each tensor copy goes to both, so a page is read once. Tokens are the rows (M) of every product and heads the columns (N), so 96
 // heads need no padding:
-//   S^T [64 tokens, H]    = C q^T        one warpgroup scores, takes the softmax and leaves P in shared memory, a page ahead
+//   S^T [64 tokens, H]    = C q^T        two warpgroups take turns at scoring a page; each leaves P of its page in shared memory
 //   O^T [256 channels, H] += C^T P^T     two warpgroups own half of the output channels each
-// One thread more feeds a ring of 20 panels, 64 tokens x 64 channels: two pages and a bit. (One block with all 96 heads has
+// The first warp feeds a ring of 19 panels, 64 tokens x 64 channels: two pages and a bit. (One block with all 96 heads has
 // room for 12 only, and its next page cannot come in while the last one is multiplied: 393 us against this kernel's at B 64, L 8192.)
 // Scoring: 1 scores, 2 column maxima, 3 running maximum (moved only when it grows by more than 2^8) and P. Output: 4 rescale, 5 product.
 // Precision: scores, maxima, sums, outputs float32; P bf16. Partial results of splits are float32, joined in order by a second kernel.
@@ -18,21 +18,21 @@
 namespace k3::cuda {
 namespace {
 
-constexpr int kPanels = 9, kRing = 20, kPanelBytes = 64 * 128;
-constexpr int kThreads = 512;  // warpgroups: output, output, scores, loads
+constexpr int kPanels = 9, kRing = 19, kPanelBytes = 64 * 128;
+constexpr int kThreads = 512;  // warpgroups: output, output, scores of even pages, scores of odd pages
 
 template <int H>  // heads of a block, padded
 struct Plan {
   static constexpr int query = 0;                            // 9 panels [H][64]
-  static constexpr int ring = query + kPanels * H * 128;     // 20 panels [64 tokens][64]
-  static constexpr int prob = ring + kRing * kPanelBytes;    // [H][64 tokens]
-  static constexpr int maxima = prob + H * 128;              // [4 warps][H] float
-  static constexpr int top = maxima + 4 * H * 4;             // [2][H] float: running maximum, before and after a page
-  static constexpr int factor = top + 2 * H * 4;             // [H] float: what the maximum's move does to older sums
-  static constexpr int total = factor + H * 4;               // [H] float
-  static constexpr int flag = total + H * 4;                 // int: did a maximum move
-  static constexpr int barriers = flag + 16;                 // full[20], empty[20], P full, P empty
-  static constexpr int bytes = barriers + 2 * kRing * 8 + 16 + 1024;
+  static constexpr int ring = query + kPanels * H * 128;     // 19 panels [64 tokens][64]
+  static constexpr int prob = ring + kRing * kPanelBytes;    // [2][H][64 tokens]: even and odd pages
+  static constexpr int maxima = prob + 2 * H * 128;          // [2][4 warps][H] float
+  static constexpr int top = maxima + 8 * H * 4;             // [2][H] float: running maximum after even and odd pages
+  static constexpr int factor = top + 2 * H * 4;             // [2][H] float: what the maximum's move does to older sums
+  static constexpr int total = factor + 2 * H * 4;           // [H] float
+  static constexpr int flag = total + H * 4;                 // [2] int: did a maximum move
+  static constexpr int barriers = flag + 16;                 // full[19], empty[19], P full[2], P empty[2], top known[2]
+  static constexpr int bytes = barriers + 2 * kRing * 8 + 48 + 1024;
 };
 
 template <int H, int kCluster>
@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(kThreads, 1) latent_decode_kernel(const __grid
   extern __shared__ char memory[];
   using P = Plan<H>;
   char* s = memory + ((1024 - (shared_address(memory) & 1023)) & 1023);
-  const uint32_t full = shared_address(s + P::barriers), empty = full + kRing * 8, p_full = empty + kRing * 8, p_empty = p_full + 8;
+  const uint32_t full = shared_address(s + P::barriers), empty = full + kRing * 8, p_full = empty + kRing * 8, p_empty = p_full + 16, known = p_empty + 16;
   const int rank = kCluster > 1 ? int(cluster_rank()) : 0, head0 = rank * H, heads = min(H, a.heads - head0);
   const int row = blockIdx.y, split = blockIdx.x / kCluster, splits = gridDim.x / kCluster, group = threadIdx.x >> 7, lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3;
   const int length = a.lengths[row], pages = (length + kPageTokens - 1) / kPageTokens;
@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(kThreads, 1) latent_decode_kernel(const __grid
   }
   if (threadIdx.x == 0) {
     for (int i = 0; i < kRing; ++i) barrier_init(full + i * 8, 1), barrier_init(empty + i * 8, 4 * kCluster);
-    barrier_init(p_full, 128), barrier_init(p_empty, 8);
+    for (int i = 0; i < 2; ++i) barrier_init(p_full + i * 8, 128), barrier_init(p_empty + i * 8, 8), barrier_init(known + i * 8, 4);
     barrier_init_done();
   }
   if constexpr (kCluster > 1) cluster_sync(); else __syncthreads();
@@ -65,7 +65,6 @@ __global__ void __launch_bounds__(kThreads, 1) latent_decode_kernel(const __grid
   };
 
   constexpr int J = H / 8;  // heads in columns of 8
-  float* maxima = reinterpret_cast<float*>(s + P::maxima);
   float* top = reinterpret_cast<float*>(s + P::top);
   float* factor = reinterpret_cast<float*>(s + P::factor);
   float* total = reinterpret_cast<float*>(s + P::total);
@@ -73,63 +72,39 @@ __global__ void __launch_bounds__(kThreads, 1) latent_decode_kernel(const __grid
   const int two = (lane & 3) * 2;
   const uint64_t prob = describe(shared_address(s + P::prob));
 
-  if (group == 3) {
-    fewer_registers<24>();
-    if (threadIdx.x == 384) {
-      int slot = 0, turn = rank;
-      uint32_t phase = 1;
-      for (int page = first; page < last; ++page) {
-        const int where = a.table[int64_t(row) * a.table_stride + page];
-        for (int p = 0; p < kPanels; ++p) {
-          const uint32_t bar = full + slot * 8, to = shared_address(s + P::ring) + slot * kPanelBytes;
-          wait(empty + slot * 8, phase);
-          arrive_expect(bar, kPanelBytes);
-          if constexpr (kCluster > 1) {
-            if (turn == 0) tensor_load_multicast(to, map, p * 64, 0, where, bar, (1 << kCluster) - 1);  // the blocks take turns
-            turn ^= 1;
-          } else {
-            tensor_load(to, map, p * 64, 0, where, bar);
-          }
-          if (++slot == kRing) slot = 0, phase ^= 1;
-        }
-      }
-    }
-    __syncwarp();
-    if constexpr (kCluster > 1) cluster_sync();
-    return;
-  }
-
-  if (group == 2) {
+  if (group >= 2) {
     fewer_registers<104>();
-    const int tid = threadIdx.x & 127;
+    const int odd = group - 2, tid = threadIdx.x & 127;
+    float* maxima = reinterpret_cast<float*>(s + P::maxima) + odd * 4 * H;
     // the query, swizzled; heads past the last are zero
     const nv_bf16* q = static_cast<const nv_bf16*>(a.q) + row * a.q_stride + head0 * kLatentRow;
-    for (int i = tid; i < H * (kLatentRow / 8); i += 128) {
+    for (int i = threadIdx.x - 256; i < H * (kLatentRow / 8); i += 256) {
       int head = i / (kLatentRow / 8), chunk = i % (kLatentRow / 8);
       bool valid = head < heads;
       copy16(shared_address(s + P::query + (chunk >> 3) * H * 128 + swizzle128(head, (chunk & 7) * 16)), q + (valid ? head : 0) * kLatentRow + chunk * 8, valid);
     }
     copy_commit();
-    if (tid < H) top[tid] = -INFINITY;
+    if (odd && tid < H) top[H + tid] = -INFINITY;  // before page 0
     copy_wait<0>();
     publish();
-    named_barrier(1, 128);
+    named_barrier(3, 256);
 
     const float scale = a.scale * kLog2e;
     const uint64_t query = describe(shared_address(s + P::query));
-    int n = 0, now = 0, turn = 0, slot = 0;
-    uint32_t phase = 0;
-    for (int page = first; page < last; ++page, n += kPanels, now ^= H, turn ^= 1) {
+    for (int i = odd; i < last - first; i += 2) {
+      const int page = first + i, n = i * kPanels, was = (odd ^ 1) * H, now = odd * H;
+      int slot = n % kRing;
+      uint32_t phase = n / kRing & 1;
       const int valid = min(kPageTokens, length - page * kPageTokens), token = warp * 16 + (lane >> 2);
       if (valid < kPageTokens) {  // what lies behind the last token may be anything, NaN too
 #pragma unroll 1
         for (int p = 0; p < kPanels; ++p) {
           int place = (n + p) % kRing;
           wait(full + place * 8, (n + p) / kRing & 1);
-          for (int i = valid * 8 + tid; i < 64 * 8; i += 128) reinterpret_cast<uint4*>(s + P::ring + place * kPanelBytes)[i] = make_uint4(0, 0, 0, 0);
+          for (int x = valid * 8 + tid; x < 64 * 8; x += 128) reinterpret_cast<uint4*>(s + P::ring + place * kPanelBytes)[x] = make_uint4(0, 0, 0, 0);
         }
         publish();
-        named_barrier(1, 128);
+        named_barrier(1 + odd, 128);
       }
       bool moved = false;
       {
@@ -159,14 +134,15 @@ __global__ void __launch_bounds__(kThreads, 1) latent_decode_kernel(const __grid
 #pragma unroll
         for (int j = 0; j < J; ++j) {
 #pragma unroll
-          for (int i = 0; i < 4; ++i) S[4 * j + i] = token + 8 * (i >> 1) < valid ? S[4 * j + i] * scale : -INFINITY;
+          for (int x = 0; x < 4; ++x) S[4 * j + x] = token + 8 * (x >> 1) < valid ? S[4 * j + x] * scale : -INFINITY;
           float2 m = make_float2(fmaxf(S[4 * j], S[4 * j + 2]), fmaxf(S[4 * j + 1], S[4 * j + 3]));
 #pragma unroll
           for (int x = 4; x < 32; x <<= 1) m.x = fmaxf(m.x, __shfl_xor_sync(~0u, m.x, x)), m.y = fmaxf(m.y, __shfl_xor_sync(~0u, m.y, x));
           if (lane < 4) *reinterpret_cast<float2*>(maxima + warp * H + j * 8 + two) = m;
         }
-        wait(p_empty, turn ^ 1);  // the output warpgroups have read the page before
-        named_barrier(1, 128);
+        wait(p_empty + odd * 8, (i >> 1 & 1) ^ 1);  // the output warpgroups have read this one's last page
+        if (i > 0) wait(known + (odd ^ 1) * 8, (i - 1) >> 1 & 1);
+        named_barrier(1 + odd, 128);
         // 3. running maximum; P, transposed into [head][token]
 #pragma unroll
         for (int j = 0; j < J; ++j) {
@@ -177,87 +153,104 @@ __global__ void __launch_bounds__(kThreads, 1) latent_decode_kernel(const __grid
             float2 x = *reinterpret_cast<float2*>(maxima + w * H + column);
             m.x = fmaxf(m.x, x.x), m.y = fmaxf(m.y, x.y);
           }
-          float2 f = make_float2(1.f, 1.f), t = *reinterpret_cast<float2*>(top + now + column);
+          float2 f = make_float2(1.f, 1.f), t = *reinterpret_cast<float2*>(top + was + column);
           if (m.x > t.x + 8.f) f.x = ex2(t.x - m.x), t.x = m.x, moved = true;
           if (m.y > t.y + 8.f) f.y = ex2(t.y - m.y), t.y = m.y, moved = true;
           if (warp == 0 && lane < 4) {
-            *reinterpret_cast<float2*>(factor + column) = f;
-            *reinterpret_cast<float2*>(top + (now ^ H) + column) = t;
+            *reinterpret_cast<float2*>(factor + now + column) = f;
+            *reinterpret_cast<float2*>(top + now + column) = t;
           }
 #pragma unroll
-          for (int i = 0; i < 4; ++i) S[4 * j + i] = ex2(S[4 * j + i] - (i & 1 ? t.y : t.x));
+          for (int i = 0; i < 4; ++i) S[4 * j + i] = S[4 * j + i] - (i & 1 ? t.y : t.x);
         }
+        __syncwarp();
+        if (lane == 0) arrive(known + odd * 8);  // the other warpgroup may go on
 #pragma unroll
         for (int j = 0; j < J; j += 2) {
           uint32_t r[4];
 #pragma unroll
-          for (int i = 0; i < 4; ++i) r[i] = pack(S[4 * j + 2 * i], S[4 * j + 2 * i + 1]);
-          stmatrix4_transposed(shared_address(s + P::prob + swizzle128((j + (lane >> 4)) * 8 + (lane & 7), (2 * warp + ((lane >> 3) & 1)) * 16)), r);
+          for (int x = 0; x < 4; ++x) r[x] = pack(ex2(S[4 * j + 2 * x]), ex2(S[4 * j + 2 * x + 1]));
+          stmatrix4_transposed(shared_address(s + P::prob + odd * H * 128 + swizzle128((j + (lane >> 4)) * 8 + (lane & 7), (2 * warp + ((lane >> 3) & 1)) * 16)), r);
         }
       }
       moved = __any_sync(~0u, moved);
-      if (tid == 0) *flag = moved;
+      if (tid == 0) flag[odd] = moved;
       publish();
-      arrive(p_full);
+      arrive(p_full + odd * 8);
     }
     if constexpr (kCluster > 1) cluster_sync();
     return;
   }
 
-  more_registers<192>();
+  more_registers<152>();
   float O[4][H / 2], sum = 0.f;  // sum of P: thread 2h + i adds tokens 32i..32i+31 of head h
 #pragma unroll
   for (int i = 0; i < 4; ++i)
 #pragma unroll
     for (int j = 0; j < H / 2; ++j) O[i][j] = 0.f;
-  int n = group * 4, now = 0, turn = 0;
-  for (int page = first; page < last; ++page, n += kPanels, now ^= H, turn ^= 1) {
-    wait(p_full, turn);
+  auto ask = [&](int i) {  // nine lanes of the first warp: a panel of page i each, as its place in the ring becomes free
+    if (threadIdx.x < kPanels && i < last - first) {
+      const int m = i * kPanels + lane, slot = m % kRing, where = a.table[int64_t(row) * a.table_stride + first + i];
+      const uint32_t bar = full + slot * 8, to = shared_address(s + P::ring) + slot * kPanelBytes;
+      wait(empty + slot * 8, (m / kRing & 1) ^ 1);
+      arrive_expect(bar, kPanelBytes);
+      if constexpr (kCluster == 1) tensor_load(to, map, lane * 64, 0, where, bar);
+      else if ((m & 1) == rank) tensor_load_multicast(to, map, lane * 64, 0, where, bar, (1 << kCluster) - 1);  // the blocks take turns
+    }
+    __syncwarp();
+  };
+  ask(0), ask(1);
+  int n = group * 4, odd = 0;
+  for (int i = 0; i < last - first; ++i, n += kPanels) {
+    odd = i & 1;
+    const uint64_t p = prob + odd * (H * 128 / 16);
+    wait(p_full + odd * 8, i >> 1 & 1);
     // 4. rescale
-    if (*flag) {
+    if (flag[odd]) {
 #pragma unroll
       for (int j = 0; j < H / 8; ++j) {
-        float2 f = *reinterpret_cast<float2*>(factor + j * 8 + two);
+        float2 f = *reinterpret_cast<float2*>(factor + odd * H + j * 8 + two);
 #pragma unroll
         for (int i = 0; i < 4; ++i) O[i][4 * j] *= f.x, O[i][4 * j + 1] *= f.y, O[i][4 * j + 2] *= f.x, O[i][4 * j + 3] *= f.y;
       }
     }
     // 5. O^T += C^T P^T; panels are given back as they are done
-    uint32_t A[2][4][4];
+    uint32_t A[4][4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (i >= 2) {
-        warpgroup_wait<1>();
-        if (lane == 0) give_back(n + i - 2);
+    for (int x = 0; x < 4; ++x) {
+      if (x > 0) {
+        warpgroup_wait<0>();
+        if (lane == 0) give_back(n + x - 1);
       }
-      const uint32_t from = shared_address(s + P::ring) + (n + i) % kRing * kPanelBytes;
+      const uint32_t from = shared_address(s + P::ring) + (n + x) % kRing * kPanelBytes;
 #pragma unroll
-      for (int k = 0; k < 4; ++k) ldmatrix4_transposed(A[i & 1][k], from + swizzle128(k * 16 + (lane >> 4) * 8 + (lane & 7), (2 * warp + (lane >> 3 & 1)) * 16));
+      for (int k = 0; k < 4; ++k) ldmatrix4_transposed(A[k], from + swizzle128(k * 16 + (lane >> 4) * 8 + (lane & 7), (2 * warp + (lane >> 3 & 1)) * 16));
       warpgroup_fence();
 #pragma unroll
-      for (int k = 0; k < 4; ++k) wgmma<H, 0>(O[i], A[i & 1][k], prob + k * 2, 1);
+      for (int k = 0; k < 4; ++k) wgmma<H, 0>(O[x], A[k], p + k * 2, 1);
       warpgroup_commit();
     }
     if (threadIdx.x < 2 * H) {
       const int head = threadIdx.x >> 1;
-      sum *= factor[head];
+      sum *= factor[odd * H + head];
 #pragma unroll
       for (int c = 0; c < 4; ++c) {
-        uint4 u = *reinterpret_cast<const uint4*>(s + P::prob + swizzle128(head, ((threadIdx.x & 1) * 4 + c) * 16));
+        uint4 u = *reinterpret_cast<const uint4*>(s + P::prob + odd * H * 128 + swizzle128(head, ((threadIdx.x & 1) * 4 + c) * 16));
         sum += ((low(u.x) + high(u.x)) + (low(u.y) + high(u.y))) + ((low(u.z) + high(u.z)) + (low(u.w) + high(u.w)));
       }
     }
     warpgroup_wait<0>();
-    if (lane == 0) give_back(n + 2), give_back(n + 3);
+    if (lane == 0) give_back(n + 3);
 #pragma unroll
     for (int i = 0; i < 4; ++i) pin(O[i]);
     __syncwarp();
-    if (lane == 0) arrive(p_empty);
+    if (lane == 0) arrive(p_empty + odd * 8);
+    ask(i + 2);
   }
 
   sum += __shfl_xor_sync(~0u, sum, 1);
   if (threadIdx.x < 2 * H && !(threadIdx.x & 1)) total[threadIdx.x >> 1] = sum;
-  named_barrier(2, 256);
+  named_barrier(4, 256);
   if (pages <= a.split_pages) {  // the only split: normalise, transpose through the query's place, store rows of 512
     char* stage = s + P::query;
 #pragma unroll
@@ -272,12 +265,12 @@ __global__ void __launch_bounds__(kThreads, 1) latent_decode_kernel(const __grid
         stmatrix4_transposed(shared_address(stage + (j * 8 + (lane & 7)) * (kLatent * 2 + 16) + channel * 2), u);
       }
     }
-    named_barrier(2, 256);
+    named_barrier(4, 256);
     for (int i = threadIdx.x; i < heads * (kLatent / 8); i += 256)
       *reinterpret_cast<uint4*>(out + i * 8) = *reinterpret_cast<uint4*>(stage + i / 64 * (kLatent * 2 + 16) + i % 64 * 16);
   } else {
     float* part = a.partial + (int64_t(row) * splits + split) * a.heads * (kLatent + 2);
-    for (int i = threadIdx.x; i < heads; i += 256) part[head0 + i] = top[now + i], part[a.heads + head0 + i] = total[i];
+    for (int i = threadIdx.x; i < heads; i += 256) part[head0 + i] = top[odd * H + i], part[a.heads + head0 + i] = total[i];
     part += 2 * a.heads + head0 * kLatent;
 #pragma unroll
     for (int i = 0; i < 4; ++i)

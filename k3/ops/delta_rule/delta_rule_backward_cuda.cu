@@ -1,0 +1,478 @@
+// Backward of the chunked gated delta rule (bounded gate). Notation of delta_rule_cuda.cu; dO' = scale s dO, all operands raw (unnormalised):
+//   scan, last chunk first, D the gradient of the memory leaving:      D <- 2^{G_31 - a} D
+//     dU = M^T dO' + K- D        dP = X'^T dU  (= dv)        X' = diag(r) X diag(beta)
+//     D <- 2^a ( D + Q+^T dO' - K+^T (r dP) )
+//   gradients of a chunk, all chunks at once, with W = [-r dP; dO'] and the saved U, S, D:
+//     [dK+; dQ+] = 2^a W S^T + Y K-      Y = [dA; dM] = W U^T, masked      dK- = 2^{G_31 - a} U D^T + Y^T [K+; Q+]
+//     dq = 2^{G - a} dQ+    dk = 2^{G - a} dK+ + 2^{a - G} dK-    dG = q dq + k (2^{G - a} dK+ - 2^{a - G} dK-)    dG_31 += rowsum(S' D)
+//     then the norms, dg_t = sum_{i >= t} dG_i, the gate, and beta: dlogit = (dP.U) (1 - beta) / (r beta)
+// Nothing is divided by a decay; r beta divides a U that carries it as a factor.
+//
+// Bound: bytes 800 us (T 8192, 96 heads); in practice the chain of the scan, as in the forward, then the gradients' products.
+// Split: the scan as the forward's (prep warpgroups ahead of two scan warpgroups). Gradients: a block a (head, chunk), two warpgroups.
+// Precision: operands bf16; sums, gates, dG float32. dA_log and ddt_bias: a row a chunk, then the chunks in order.
+#include "k3/ops/delta_rule/delta_chunk.cuh"
+
+namespace k3::cuda {
+namespace {
+
+__device__ void scan_backward(const DeltaBackwardArgs& b, const Chunk seq, char* shared, uint32_t full, uint32_t empty) {
+  const DeltaChunkArgs& a = b.forward;
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, head = blockIdx.x;
+  const int v0 = warp * 16, row = v0 + (lane >> 2), two = (lane & 3) * 2;
+  char* slices = shared + 2 * kHalfBytes<true> + warp * kStages * kSlice;
+  const int64_t width = int64_t(a.heads) * D;
+  const nv_bf16* d_o = static_cast<const nv_bf16*>(b.d_o) + head * D + v0;
+  nv_bf16* dv = static_cast<nv_bf16*>(b.dv) + head * D + v0;
+  const int64_t memory = (int64_t(blockIdx.y) * a.heads + head) * D * D + row;
+  auto load = [&](int i) {
+    const int c = seq.chunks - 1 - i;
+    if (c >= 0) {
+#pragma unroll
+      for (int x = 0; x < 2; ++x) {
+        int token = (lane >> 1) + 16 * x, part = lane & 1;
+        bool valid = c * C + token < seq.length;
+        copy16(shared_address(slices + (i % kStages) * kSlice + slice_offset(token, part)), d_o + (seq.begin + (valid ? c * C + token : 0)) * width + part * 8, valid);
+      }
+    }
+    copy_commit();
+  };
+  load(0), load(1), load(2);
+  float state[64];  // D^T: [4j + 2h + e]: v = row + 8h, k = 8j + two + e
+#pragma unroll
+  for (int i = 0; i < 64; ++i) state[i] = b.d_state ? b.d_state[memory + ((i >> 2) * 8 + two + (i & 1)) * D + ((i >> 1) & 1) * 8] : 0.f;
+
+  for (int i = 0; i < seq.chunks; ++i) {
+    const int c = seq.chunks - 1 - i, turn = i & 1, round = i >> 1;
+    char* s = shared + turn * kHalfBytes<true>;
+    char* slice = slices + (i % kStages) * kSlice;
+    const uint32_t place[2] = {shared_address(slice + slice_offset((lane >> 4) * 8 + (lane & 7), (lane >> 3) & 1)),
+                               shared_address(slice + slice_offset((2 + (lane >> 4)) * 8 + (lane & 7), (lane >> 3) & 1))};
+    __syncwarp();
+    load(i + 3);
+    nv_bf16* to = static_cast<nv_bf16*>(b.d_snapshots) + (int64_t(a.chunk_begins[blockIdx.y] + c) * a.heads + head) * D * D + row * D + two;
+#pragma unroll
+    for (int j = 0; j < 16; ++j) {
+      *reinterpret_cast<uint32_t*>(to + j * 8) = pack(state[4 * j], state[4 * j + 1]);
+      *reinterpret_cast<uint32_t*>(to + 8 * D + j * 8) = pack(state[4 * j + 2], state[4 * j + 3]);
+    }
+    wait(full + turn * 8, round & 1);
+    // 1. D <- 2^{G_31 - a} D
+    uint32_t packed[8][4];
+#pragma unroll
+    for (int j = 0; j < 16; ++j) {
+      float2 m = *reinterpret_cast<const float2*>(s + Half::post + (j * 8 + two) * 4);
+      state[4 * j] *= m.x, state[4 * j + 1] *= m.y, state[4 * j + 2] *= m.x, state[4 * j + 3] *= m.y;
+      packed[j >> 1][(j & 1) * 2] = pack(state[4 * j], state[4 * j + 1]), packed[j >> 1][(j & 1) * 2 + 1] = pack(state[4 * j + 2], state[4 * j + 3]);
+    }
+    // 2. dU^T = D^T K-^T + dO'^T M
+    float left[16], dp[16];
+    const uint64_t minus = describe(shared_address(s + Half::minus)), xm = describe(shared_address(s + Half::xm), 1024, 1024);
+    const uint64_t stack = describe(shared_address(s + Half::stack), 1024, 64 * 128);
+    warpgroup_fence();
+#pragma unroll
+    for (int k = 0; k < 8; ++k) wgmma<32, 0>(left, packed[k], minus + (k >> 2) * (C * 128 / 16) + (k & 3) * 2, k > 0);
+    copy_wait<3>();
+    __syncwarp();
+    uint32_t u[4], given[2][4], operand[2][4];
+#pragma unroll
+    for (int x = 0; x < 2; ++x) {
+      ldmatrix4_transposed(u, place[x]);
+#pragma unroll
+      for (int y = 0; y < 4; ++y) {
+        float2 q = *reinterpret_cast<const float2*>(s + Half::token + (C + (2 * x + (y >> 1)) * 8 + two) * 4);
+        given[x][y] = pack(q.x * low(u[y]), q.y * high(u[y]));
+      }
+    }
+    warpgroup_fence();
+    wgmma<32, 1>(left, given[0], xm + 4, 1);
+    wgmma<32, 1>(left, given[1], xm + 4 + 2048 / 16, 1);
+    warpgroup_commit();
+    warpgroup_wait<0>();
+    pin(left);
+#pragma unroll
+    for (int n = 0; n < 4; ++n) operand[n >> 1][(n & 1) * 2] = pack(left[4 * n], left[4 * n + 1]), operand[n >> 1][(n & 1) * 2 + 1] = pack(left[4 * n + 2], left[4 * n + 3]);
+    // 3. dP^T = dU^T X';   D^T += dO'^T Q+ meanwhile
+    warpgroup_fence();
+    wgmma<32, 1>(dp, operand[0], xm, 0);
+    wgmma<32, 1>(dp, operand[1], xm + 2048 / 16, 1);
+    warpgroup_commit();
+    wgmma<128, 1>(state, given[0], stack + C * 128 / 16, 1);
+    wgmma<128, 1>(state, given[1], stack + C * 128 / 16 + 2048 / 16, 1);
+    warpgroup_commit();
+    warpgroup_wait<1>();
+    pin(dp);
+    uint32_t out[2][4], back[2][4];
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      float2 r = *reinterpret_cast<const float2*>(s + Half::token + (n * 8 + two) * 4);
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        float x = dp[4 * n + 2 * h], y = dp[4 * n + 2 * h + 1];
+        out[n >> 1][(n & 1) * 2 + h] = pack(x, y), back[n >> 1][(n & 1) * 2 + h] = pack(-r.x * x, -r.y * y);
+      }
+    }
+    // 4. D^T -= (r dP)^T K+
+    warpgroup_fence();
+    wgmma<128, 1>(state, back[0], stack, 1);
+    wgmma<128, 1>(state, back[1], stack + 2048 / 16, 1);
+    warpgroup_commit();
+    // 5. dv, through the slice that held dO
+    stmatrix4_transposed(place[0], out[0]), stmatrix4_transposed(place[1], out[1]);
+    __syncwarp();
+#pragma unroll
+    for (int x = 0; x < 2; ++x) {
+      int token = (lane >> 1) + 16 * x, part = lane & 1;
+      uint4 y = *reinterpret_cast<const uint4*>(slice + slice_offset(token, part));
+      if (c * C + token < seq.length) *reinterpret_cast<uint4*>(dv + (seq.begin + c * C + token) * width + part * 8) = y;
+    }
+    // 6. D <- 2^a D
+    float2 m[16];
+#pragma unroll
+    for (int j = 0; j < 16; ++j) m[j] = *reinterpret_cast<const float2*>(s + Half::pre + (j * 8 + two) * 4);
+    warpgroup_wait<0>();
+    pin(state);
+#pragma unroll
+    for (int j = 0; j < 16; ++j) state[4 * j] *= m[j].x, state[4 * j + 1] *= m[j].y, state[4 * j + 2] *= m[j].x, state[4 * j + 3] *= m[j].y;
+    __syncwarp();
+    if (lane == 0) arrive(empty + turn * 8);
+  }
+  copy_wait<0>();
+  if (b.d_state_in)
+#pragma unroll
+    for (int i = 0; i < 64; ++i) b.d_state_in[memory + ((i >> 2) * 8 + two + (i & 1)) * D + ((i >> 1) & 1) * 8] = state[i];
+}
+
+__global__ void __launch_bounds__(512, 1) delta_backward_scan_kernel(const __grid_constant__ DeltaBackwardArgs b) {
+  extern __shared__ char memory[];
+  const DeltaChunkArgs& a = b.forward;
+  char* shared = memory + ((1024 - (shared_address(memory) & 1023)) & 1023);
+  const uint32_t barriers = shared_address(shared + 2 * kHalfBytes<true> + kScanBytes);
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < 2; ++i) barrier_init(barriers + i * 8, 128), barrier_init(barriers + 16 + i * 8, 8);
+    barrier_init_done();
+  }
+  __syncthreads();
+  Chunk seq;
+  seq.begin = a.begins ? a.begins[blockIdx.y] : 0;
+  seq.length = a.begins ? a.begins[blockIdx.y + 1] - int(seq.begin) : int(a.tokens);
+  seq.chunks = (seq.length + C - 1) / C;
+  const int group = threadIdx.x >> 7;
+  if (group < 2) {
+    more_registers<168>();
+    scan_backward(b, seq, shared, barriers, barriers + 16);
+  } else {
+    fewer_registers<88>();
+    prepare<true, true>(a, seq, shared, group - 2, barriers + (group - 2) * 8, barriers + 16 + (group - 2) * 8);
+  }
+}
+
+struct Place {  // of the gradient kernel, after the chunk's operands
+  static constexpr int w = kHalfBytes<true>;   // 2 panels [64][64]: -r dP over dO'
+  static constexpr int u = w + 16384;          // 2 panels [64][64]: U over zeros
+  static constexpr int s = u + 16384;          // 2 panels [128 v][64]: the memory entering
+  static constexpr int d = s + 32768;          // 2 panels [128 v][64]: the gradient of the memory leaving
+  static constexpr int y = d + 32768;          // [64][64]: dA over dM, columns 32-63 zero
+  static constexpr int sums = y + 8192;        // float: [8][128] and [8][16] and [32]
+  static constexpr int barrier = sums + (8 * 128 + 8 * 16 + 32) * 4, bytes = barrier + 16 + 1024;
+  static constexpr int tiles = w, pitch = 132; // later, over w, u, s and d: dK+, dQ+, dK-, U D^T, each [32][132] float
+};
+
+__global__ void __launch_bounds__(256, 1) delta_gradient_kernel(const __grid_constant__ DeltaBackwardArgs b) {
+  extern __shared__ char memory[];
+  const DeltaChunkArgs& a = b.forward;
+  char* s = memory + ((1024 - (shared_address(memory) & 1023)) & 1023);
+  const uint32_t base = shared_address(s), full = base + Place::barrier, empty = full + 8;
+  const int head = blockIdx.x, number = blockIdx.y, group = threadIdx.x >> 7, tid = threadIdx.x & 127, lane = tid & 31, warp = tid >> 5;
+  const int64_t width = int64_t(a.heads) * D;
+  int sequence = 0;
+  for (int hi = a.sequences - 1; sequence < hi;) {
+    int mid = (sequence + hi + 1) >> 1;
+    if (a.chunk_begins[mid] <= number) sequence = mid; else hi = mid - 1;
+  }
+  const int64_t sequence_begin = a.begins ? a.begins[sequence] : 0, sequence_end = a.begins ? a.begins[sequence + 1] : a.tokens;
+  const int64_t begin = sequence_begin + int64_t(number - a.chunk_begins[sequence]) * C;
+  const Chunk seq{begin, int(min(int64_t(C), sequence_end - begin)), 1};
+  if (threadIdx.x == 0) barrier_init(full, 128), barrier_init(empty, 1), barrier_init_done();
+  __syncthreads();
+  float* dots = reinterpret_cast<float*>(s + Place::sums) + 8 * 128 + 8 * 16;  // (32) dP.U
+
+  if (group == 1) {
+    prepare<true, false, true>(a, seq, s, 0, full, empty);
+  } else {
+    const nv_bf16* S = static_cast<const nv_bf16*>(a.snapshots) + (int64_t(number) * a.heads + head) * D * D;
+    const nv_bf16* dS = static_cast<const nv_bf16*>(b.d_snapshots) + (int64_t(number) * a.heads + head) * D * D;
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      int x = tid + i * 128, row = x >> 4, c = x & 15;
+      uint32_t at = (c >> 3) * 16384 + swizzle128(row, (c & 7) * 16);
+      copy16(base + Place::s + at, S + x * 8), copy16(base + Place::d + at, dS + x * 8);
+    }
+    copy_commit();
+    uint4 dp[4], g[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      int row = (tid >> 4) + i * 8, c = tid & 15;
+      bool valid = row < seq.length;
+      const int64_t at = (begin + row) * width + head * D + c * 8;
+      const uint4 none = make_uint4(0, 0, 0, 0);
+      dp[i] = valid ? *reinterpret_cast<const uint4*>(static_cast<const nv_bf16*>(b.dv) + at) : none;
+      g[i] = valid ? *reinterpret_cast<const uint4*>(static_cast<const nv_bf16*>(b.d_o) + at) : none;
+      uint4 u = valid ? *reinterpret_cast<const uint4*>(static_cast<const nv_bf16*>(a.u) + at) : none;
+      char* to = s + Place::u + (c >> 3) * 8192;
+      *reinterpret_cast<uint4*>(to + swizzle128(row, (c & 7) * 16)) = u;
+      *reinterpret_cast<uint4*>(to + swizzle128(row + 32, (c & 7) * 16)) = none;
+      *reinterpret_cast<uint4*>(s + Place::y + (tid + i * 128) * 16) = none;
+      float dot = low(dp[i].x) * low(u.x) + high(dp[i].x) * high(u.x) + low(dp[i].y) * low(u.y) + high(dp[i].y) * high(u.y) + low(dp[i].z) * low(u.z) + high(dp[i].z) * high(u.z) +
+                  low(dp[i].w) * low(u.w) + high(dp[i].w) * high(u.w);
+#pragma unroll
+      for (int x = 1; x < 16; x <<= 1) dot += __shfl_xor_sync(~0u, dot, x);
+      if (c == 0) dots[row] = dot;
+    }
+    wait(full, 0);
+    const float* token = reinterpret_cast<const float*>(s + Half::token);
+    auto times = [](const uint4& u, float f) {
+      return make_uint4(pack(f * low(u.x), f * high(u.x)), pack(f * low(u.y), f * high(u.y)), pack(f * low(u.z), f * high(u.z)), pack(f * low(u.w), f * high(u.w)));
+    };
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      int row = (tid >> 4) + i * 8, c = tid & 15;
+      char* to = s + Place::w + (c >> 3) * 8192;
+      *reinterpret_cast<uint4*>(to + swizzle128(row, (c & 7) * 16)) = times(dp[i], -token[row]);
+      *reinterpret_cast<uint4*>(to + swizzle128(row + 32, (c & 7) * 16)) = times(g[i], token[C + row]);
+    }
+    copy_wait<0>();
+    publish();
+  }
+  __syncthreads();
+
+  // 1. products
+  const int row0 = warp * 16 + (lane >> 2), two = (lane & 3) * 2;
+  float acc[64], keep[64];
+  const uint64_t stack = describe(base + Half::stack, 1024, 64 * 128), minus = describe(base + Half::minus, 1024, C * 128);
+  auto scale = [&](int vector) {  // columns by 2^a or 2^{G_31 - a}
+#pragma unroll
+    for (int j = 0; j < 16; ++j) {
+      float2 m = *reinterpret_cast<const float2*>(s + vector + (j * 8 + two) * 4);
+      acc[4 * j] *= m.x, acc[4 * j + 1] *= m.y, acc[4 * j + 2] *= m.x, acc[4 * j + 3] *= m.y;
+    }
+  };
+  if (group == 0) {
+    float y[16];
+    warpgroup_fence();
+#pragma unroll
+    for (int k = 0; k < 8; ++k)
+      wgmma<32, 0, 0>(y, describe(base + Place::w + (k >> 2) * 8192) + (k & 3) * 2, describe(base + Place::u + (k >> 2) * 8192) + (k & 3) * 2, k > 0);
+    warpgroup_commit();
+#pragma unroll
+    for (int k = 0; k < 8; ++k) wgmma<128, 0, 1>(acc, describe(base + Place::w + (k >> 2) * 8192) + (k & 3) * 2, describe(base + Place::s, 1024, 16384) + k * 2048 / 16, k > 0);
+    warpgroup_commit();
+    warpgroup_wait<1>();
+    pin(y);
+    uint32_t operand[2][4];
+#pragma unroll
+    for (int n = 0; n < 4; ++n)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        int row = row0 + 8 * h, i = row & 31, j = n * 8 + two, last = row < 32 ? i - 1 : i;  // dA strictly below the diagonal, dM with it
+        uint32_t x = pack(j <= last ? y[4 * n + 2 * h] : 0.f, j + 1 <= last ? y[4 * n + 2 * h + 1] : 0.f);
+        operand[n >> 1][(n & 1) * 2 + h] = x;
+        *reinterpret_cast<uint32_t*>(s + Place::y + swizzle128(row, j * 2)) = x;
+      }
+    publish();
+    warpgroup_wait<0>();
+    pin(acc);
+    scale(Half::pre);
+    __syncthreads();
+    warpgroup_fence();
+    wgmma<128, 1>(acc, operand[0], minus, 1);
+    wgmma<128, 1>(acc, operand[1], minus + 2048 / 16, 1);
+    warpgroup_commit();
+    warpgroup_wait<0>();
+    pin(acc);
+  } else {
+    warpgroup_fence();
+#pragma unroll
+    for (int k = 0; k < 8; ++k) wgmma<128, 0, 1>(acc, describe(base + Place::u + (k >> 2) * 8192) + (k & 3) * 2, describe(base + Place::d, 1024, 16384) + k * 2048 / 16, k > 0);
+    warpgroup_commit();
+    warpgroup_wait<0>();
+    pin(acc);
+    scale(Half::post);
+#pragma unroll
+    for (int i = 0; i < 64; ++i) keep[i] = acc[i];
+    __syncthreads();
+    warpgroup_fence();
+#pragma unroll
+    for (int k = 0; k < 4; ++k) wgmma<128, 1, 1>(acc, describe(base + Place::y) + k * 2048 / 16, stack + k * 2048 / 16, 1);
+    warpgroup_commit();
+    warpgroup_wait<0>();
+    pin(acc);
+  }
+
+  // 2. rowsum(S D) of the memory entering; a thread has two channels and 32 rows
+  const int pair = threadIdx.x & 63, quarter = threadIdx.x >> 6, channel = pair * 2;
+  float* sums = reinterpret_cast<float*>(s + Place::sums);
+  {
+    float e0 = 0.f, e1 = 0.f;
+    const int at = (pair >> 5) * 16384;
+#pragma unroll 8
+    for (int i = 0; i < 32; ++i) {
+      uint32_t byte = swizzle128(quarter * 32 + i, (pair & 31) * 4), x = *reinterpret_cast<uint32_t*>(s + Place::s + at + byte), y = *reinterpret_cast<uint32_t*>(s + Place::d + at + byte);
+      e0 += low(x) * low(y), e1 += high(x) * high(y);
+    }
+    float2 f = *reinterpret_cast<float2*>(s + Half::pre + channel * 4), g = *reinterpret_cast<float2*>(s + Half::post + channel * 4);
+    *reinterpret_cast<float2*>(sums + quarter * 128 + channel) = make_float2(e0 * f.x * g.x, e1 * f.y * g.y);
+  }
+  __syncthreads();
+  float* tiles = reinterpret_cast<float*>(s + Place::tiles);
+  constexpr int P = Place::pitch, kTile = C * P;
+#pragma unroll
+  for (int i = 0; i < 64; i += 2) {
+    int row = row0 + 8 * (i >> 1 & 1), column = (i >> 2) * 8 + two;
+    if (group == 0) {
+      *reinterpret_cast<float2*>(tiles + (row >> 5) * kTile + (row & 31) * P + column) = make_float2(acc[i], acc[i + 1]);
+    } else if (row < 32) {
+      *reinterpret_cast<float2*>(tiles + 2 * kTile + row * P + column) = make_float2(acc[i], acc[i + 1]);
+      *reinterpret_cast<float2*>(tiles + 3 * kTile + row * P + column) = make_float2(keep[i], keep[i + 1]);
+    }
+  }
+
+  // 3. gates again; a thread has two channels of 8 tokens
+  const float rate = expf(a.gate.A_log[head]), bound = a.gate.bound;
+  const float bias[2] = {a.gate.dt_bias[head * D + channel], a.gate.dt_bias[head * D + channel + 1]};
+  const int t0 = quarter * 8;
+  float sigma[8][2], G[8][2];
+  uint32_t q[8], k[8];
+  {
+    float run[2] = {0.f, 0.f};
+#pragma unroll
+    for (int t = 0; t < 8; ++t) {
+      const bool valid = t0 + t < seq.length;
+      const int64_t n = begin + (valid ? t0 + t : 0);
+      uint32_t x = *reinterpret_cast<const uint32_t*>(static_cast<const nv_bf16*>(a.x) + n * a.x_stride + head * D + channel);
+      q[t] = valid ? *reinterpret_cast<const uint32_t*>(static_cast<const nv_bf16*>(a.q) + n * a.q_stride + head * D + channel) : 0;
+      k[t] = valid ? *reinterpret_cast<const uint32_t*>(static_cast<const nv_bf16*>(a.k) + n * a.k_stride + head * D + channel) : 0;
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        sigma[t][e] = sigmoid(rate * ((e ? high(x) : low(x)) + bias[e]));
+        run[e] += valid ? bound * kLog2e * sigma[t][e] : 0.f;
+        G[t][e] = run[e];
+      }
+    }
+    *reinterpret_cast<float2*>(sums + (4 + quarter) * 128 + channel) = make_float2(run[0], run[1]);
+  }
+  __syncthreads();
+  float dq[8][2], dk[8][2], dG[8][2], end[2], dots_here[16];
+  {
+    float2 middle = *reinterpret_cast<float2*>(s + Half::middle + channel * 4), before = make_float2(-rintf(middle.x), -rintf(middle.y));
+    for (int i = 0; i < quarter; ++i) {
+      float2 x = *reinterpret_cast<float2*>(sums + (4 + i) * 128 + channel);
+      before.x += x.x, before.y += x.y;
+    }
+    end[0] = end[1] = 0.f;
+#pragma unroll
+    for (int t = 0; t < 8; ++t) {
+      float dots_q = 0.f, dots_k = 0.f;
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const float* tile = tiles + (t0 + t) * P + channel + e;
+        float exponent = G[t][e] + (e ? before.y : before.x), up = ex2(exponent), down = ex2(-exponent);
+        float qq = e ? high(q[t]) : low(q[t]), kk = e ? high(k[t]) : low(k[t]);
+        float plus = up * tile[0], minus_part = down * tile[2 * kTile];
+        dq[t][e] = up * tile[kTile], dk[t][e] = plus + minus_part;
+        dG[t][e] = qq * dq[t][e] + kk * (plus - minus_part);
+        end[e] += kk * down * tile[3 * kTile];
+        dots_q += qq * dq[t][e], dots_k += kk * dk[t][e];
+      }
+      dots_here[t] = dots_q, dots_here[8 + t] = dots_k;
+    }
+  }
+  float* norms = sums + 8 * 128;  // [8 warps][16]
+  {
+    float x = warp_sums_complete(dots_here);
+    if ((threadIdx.x & 31) < 16) norms[(threadIdx.x >> 5) * 16 + (threadIdx.x & 31)] = x;
+    float later[2] = {0.f, 0.f};
+#pragma unroll
+    for (int t = 7; t >= 0; --t)
+#pragma unroll
+      for (int e = 0; e < 2; ++e) dG[t][e] = later[e] += dG[t][e];
+    float2 first = *reinterpret_cast<float2*>(sums + quarter * 128 + channel);
+    __syncthreads();  // everybody has read the sums of gates
+    *reinterpret_cast<float2*>(sums + quarter * 128 + channel) = make_float2(first.x + end[0], first.y + end[1]);
+    *reinterpret_cast<float2*>(sums + (4 + quarter) * 128 + channel) = make_float2(later[0], later[1]);
+  }
+  __syncthreads();
+  float2 after = make_float2(0.f, 0.f);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    float2 x = *reinterpret_cast<float2*>(sums + i * 128 + channel);
+    after.x += x.x, after.y += x.y;
+  }
+  for (int i = 3; i > quarter; --i) {
+    float2 x = *reinterpret_cast<float2*>(sums + (4 + i) * 128 + channel);
+    after.x += x.x, after.y += x.y;
+  }
+  const float* token = reinterpret_cast<const float*>(s + Half::token);
+  float bias_sum[2] = {0.f, 0.f}, rate_sum[2] = {0.f, 0.f};
+#pragma unroll
+  for (int t = 0; t < 8; ++t) {
+    if (t0 + t >= seq.length) continue;
+    const int64_t at = (begin + t0 + t) * width + head * D + channel;
+    const float r = token[t0 + t], rq = token[C + t0 + t] / a.scale;
+    const float dot_q = (norms[(2 * quarter) * 16 + t] + norms[(2 * quarter + 1) * 16 + t]) * rq * rq, dot_k = (norms[(2 * quarter) * 16 + 8 + t] + norms[(2 * quarter + 1) * 16 + 8 + t]) * r * r;
+    float dx[2];
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      float dz = (dG[t][e] + (e ? after.y : after.x)) * bound * sigma[t][e] * (1.f - sigma[t][e]);
+      uint32_t x = *reinterpret_cast<const uint32_t*>(static_cast<const nv_bf16*>(a.x) + (begin + t0 + t) * a.x_stride + head * D + channel);
+      dx[e] = dz * rate, bias_sum[e] += dx[e], rate_sum[e] += dx[e] * ((e ? high(x) : low(x)) + bias[e]);
+    }
+    *reinterpret_cast<uint32_t*>(static_cast<nv_bf16*>(b.dq) + at) = pack(dq[t][0] - low(q[t]) * dot_q, dq[t][1] - high(q[t]) * dot_q);
+    *reinterpret_cast<uint32_t*>(static_cast<nv_bf16*>(b.dk) + at) = pack(dk[t][0] - low(k[t]) * dot_k, dk[t][1] - high(k[t]) * dot_k);
+    *reinterpret_cast<uint32_t*>(static_cast<nv_bf16*>(b.dx) + at) = pack(dx[0], dx[1]);
+  }
+  if (threadIdx.x < seq.length) {
+    const int64_t n = begin + threadIdx.x;
+    float beta = sigmoid(to_f32(static_cast<const nv_bf16*>(a.b)[n * a.b_stride + head])), divisor = token[threadIdx.x] * beta;
+    static_cast<nv_bf16*>(b.db)[n * a.heads + head] = __float2bfloat16_rn(divisor > 0.f ? dots[threadIdx.x] * (1.f - beta) / divisor : 0.f);
+  }
+  __syncthreads();
+  *reinterpret_cast<float2*>(sums + quarter * 128 + channel) = make_float2(bias_sum[0], bias_sum[1]);
+  *reinterpret_cast<float2*>(sums + (4 + quarter) * 128 + channel) = make_float2(rate_sum[0], rate_sum[1]);
+  __syncthreads();
+  const float* mine = sums + group * 512 + tid;
+  b.partial[((int64_t(number) * a.heads + head) * 2 + group) * D + tid] = (mine[0] + mine[128]) + (mine[256] + mine[384]);
+}
+
+// one block a head: the chunks in order
+__global__ void __launch_bounds__(256) delta_parameters_kernel(const DeltaBackwardArgs b) {
+  __shared__ float part[8];
+  const int head = blockIdx.x, H = b.forward.heads;
+  float x = 0.f;
+#pragma unroll 8
+  for (int c = 0; c < b.chunks; ++c) x += b.partial[(int64_t(c) * H + head) * 2 * D + threadIdx.x];
+  if (threadIdx.x < D) b.ddt_bias[head * D + threadIdx.x] += x;
+  float total = warp_sum(x);
+  if ((threadIdx.x & 31) == 0) part[threadIdx.x >> 5] = total;
+  __syncthreads();
+  if (threadIdx.x == 0) b.dA_log[head] += (part[4] + part[5]) + (part[6] + part[7]);
+}
+
+}  // namespace
+
+const char* delta_chunk_backward(const DeltaBackwardArgs& b, void* stream) {
+  const DeltaChunkArgs& a = b.forward;
+  if (!a.gate.bounded || a.gate.bound >= 0.f || a.gate.bound < -5.f) return "[delta_rule] the GPU's backward serves bounded gates, bound in [-5, 0)";
+  if (!a.snapshots || !a.u || !a.chunk_begins) return "[delta_rule] the backward needs the forward's snapshots, u and chunk_begins";
+  if (a.sequences == 0 || a.heads == 0 || b.chunks == 0) return nullptr;
+  cudaError_t e = cudaFuncSetAttribute(delta_backward_scan_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes<true>);
+  if (e == cudaSuccess) e = cudaFuncSetAttribute(delta_gradient_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Place::bytes);
+  if (e != cudaSuccess) return cudaGetErrorString(e);
+  delta_backward_scan_kernel<<<dim3(a.heads, a.sequences), 512, kSharedBytes<true>, cudaStream_t(stream)>>>(b);
+  delta_gradient_kernel<<<dim3(a.heads, b.chunks), 256, Place::bytes, cudaStream_t(stream)>>>(b);
+  delta_parameters_kernel<<<a.heads, 256, 0, cudaStream_t(stream)>>>(b);
+  e = cudaGetLastError();
+  return e == cudaSuccess ? nullptr : cudaGetErrorString(e);
+}
+
+}  // namespace k3::cuda
