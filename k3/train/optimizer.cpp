@@ -33,8 +33,9 @@ std::string listed(const char* what, const std::vector<std::string>& names) {
     ++groups[it->second].second;
   }
   std::string text = fmt::format("{}, {} tensors:", what, names.size());
-  for (const auto& [name, count] : groups) text += " " + name + (count > 1 ? fmt::format(" x{}", count) : "");
-  return text + "\n";
+  for (const auto& [name, count] : groups) text += " " + name + (count > 1 ? fmt::format(" x{}", count) : "") + ",";
+  text.back() = '\n';
+  return text;
 }
 
 }  // namespace
