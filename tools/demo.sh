@@ -2,7 +2,7 @@
 # The main job: sets up, builds, trains a small but complete K3 on Debian's fortunes, draws its curves and lets it speak.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-tools/build.sh cpu
+tools/build.sh cpu --target k3
 k3=build/cpu/k3
 out=runs/demo
 text=/usr/share/games/fortunes
