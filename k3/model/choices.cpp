@@ -13,7 +13,8 @@ struct MixerChoice {
 };
 constexpr MixerChoice kMixers[] = {
     {"kda", make_kda}, {"gdn", make_gdn}, {"deltanet", make_deltanet},  //
-    {"mla", make_mla}, {"gqa", make_gqa}, {"mqa", make_mqa},
+    {"mla", make_mla}, {"gqa", make_gqa}, {"mqa", make_mqa},            //
+    {"mfa", make_mfa},
 };
 
 }  // namespace

@@ -22,6 +22,7 @@ std::unique_ptr<Mixer> make_deltanet(const Config& c, const Scope& s, int64_t la
 std::unique_ptr<Mixer> make_mla(const Config& c, const Scope& s, int64_t layer);
 std::unique_ptr<Mixer> make_gqa(const Config& c, const Scope& s, int64_t layer);
 std::unique_ptr<Mixer> make_mqa(const Config& c, const Scope& s, int64_t layer);
+std::unique_ptr<Mixer> make_mfa(const Config& c, const Scope& s, int64_t layer);
 std::unique_ptr<Ffn> make_glu(const Config& c, const Scope& s, int64_t width);
 std::unique_ptr<Ffn> make_latent_moe(const Config& c, const Scope& s, int64_t layer);
 
