@@ -4,6 +4,7 @@
 #include <cstring>
 #include <filesystem>
 #include <nlohmann/json.hpp>
+#include <span>
 
 #include "k3/core/error.h"
 
@@ -141,15 +142,15 @@ class IndexReader : public nlohmann::json_sax<json> {
   uint32_t last_ = 0;
 };
 
-std::string header_of(const std::vector<NamedTensor>& tensors, size_t first, size_t last, const std::string& metadata) {
+std::string header_of(std::span<const NamedTensor> tensors, const std::string& metadata) {
   std::string text = "{";
   if (!metadata.empty()) text += "\"__metadata__\":" + metadata + ",";
   uint64_t at = 0;
-  for (size_t i = first; i < last; ++i) {
-    const Tensor& t = tensors[i].value;
+  for (const NamedTensor& named : tensors) {
+    const Tensor& t = named.value;
     json shape = json::array();
     for (int d = 0; d < t.rank(); ++d) shape.push_back(t.dim(d));
-    text += json(tensors[i].name).dump() + ":{\"dtype\":\"" + k3::name_of(t.dtype()) + "\",\"shape\":" + shape.dump() + ",\"data_offsets\":[" +
+    text += json(named.name).dump() + ":{\"dtype\":\"" + k3::name_of(t.dtype()) + "\",\"shape\":" + shape.dump() + ",\"data_offsets\":[" +
             std::to_string(at) + "," + std::to_string(at + t.bytes()) + "]},";
     at += t.bytes();
   }
@@ -161,7 +162,7 @@ std::string header_of(const std::vector<NamedTensor>& tensors, size_t first, siz
 
 void write_one(const std::string& path, const std::vector<NamedTensor>& tensors, size_t first, size_t last, const std::string& metadata) {
   AtomicFile f(path);
-  std::string header = header_of(tensors, first, last, metadata);
+  std::string header = header_of(std::span(tensors).subspan(first, last - first), metadata);
   uint64_t n = header.size();
   f.write(&n, 8);
   f.write(header);
@@ -260,6 +261,10 @@ uint64_t Snapshot::bytes() const {
   uint64_t n = 0;
   for (const StoredTensor& t : tensors_) n += t.bytes;
   return n;
+}
+
+std::string safetensors_header(const std::vector<NamedTensor>& tensors, const std::string& metadata_json) {
+  return header_of(tensors, metadata_json);
 }
 
 void write_safetensors(const std::string& path, const std::vector<NamedTensor>& tensors, const std::string& metadata_json) {

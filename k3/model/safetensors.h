@@ -59,6 +59,8 @@ struct NamedTensor {
 // Writes tensors in the given order, in shards of about `shard_bytes`; with one shard the file is model.safetensors and there is no index.
 // Files appear complete or not at all; the index comes last.
 void write_snapshot(const std::string& folder, const std::vector<NamedTensor>& tensors, uint64_t shard_bytes = uint64_t(4) << 30);
+// The JSON in front of the data of a file that holds these tensors in this order, padded to 8 bytes. The values aren't looked at.
+std::string safetensors_header(const std::vector<NamedTensor>& tensors, const std::string& metadata_json = "");
 // One file, for anything that isn't a snapshot (optimizer state, recorded tensors).
 void write_safetensors(const std::string& path, const std::vector<NamedTensor>& tensors, const std::string& metadata_json = "");
 
