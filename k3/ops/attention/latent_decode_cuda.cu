@@ -54,10 +54,10 @@ __global__ void __launch_bounds__(kThreads, 1) latent_decode_kernel(const __grid
     barrier_init_done();
   }
   __syncthreads();
-  auto give_back = [&](int panel) {  // to whoever fills it again
+  auto give_back = [&](int slot) {  // to whoever fills it again
 #pragma unroll
     for (int r = 0; r < kCluster; ++r) {
-      if constexpr (kCluster > 1) arrive_at(empty + panel % kRing * 8, r); else arrive(empty + panel % kRing * 8);
+      if constexpr (kCluster > 1) arrive_at(empty + slot * 8, r); else arrive(empty + slot * 8);
     }
   };
 
@@ -118,7 +118,7 @@ __global__ void __launch_bounds__(kThreads, 1) latent_decode_kernel(const __grid
       warpgroup_commit();
       warpgroup_wait<0>();
       pin(S);
-      if (lane == 0) give_back(i * kPanels + 8);  // the shared 64 channels are no values
+      if (lane == 0) give_back(slot == 0 ? kRing - 1 : slot - 1);  // the shared 64 channels are no values
       // 2. row maxima
       bool moved = false;
       float grown[2];
@@ -190,9 +190,10 @@ __global__ void __launch_bounds__(kThreads, 1) latent_decode_kernel(const __grid
   };
   if constexpr (kCluster > 1) cluster_sync(); else named_barrier(2, kThreads);
   ask(0, 0, kPanels), ask(1, 0, kPanels);
-  int n = group * 4, odd = 0;
-  for (int i = 0; i < last - first; ++i, n += kPanels) {
+  int base = group * 4, odd = 0;  // of this page's panels in the ring
+  for (int i = 0; i < last - first; ++i, base = base + kPanels >= kRing ? base + kPanels - kRing : base + kPanels) {
     odd = i & 1;
+    auto place = [&](int x) { return base + x >= kRing ? base + x - kRing : base + x; };
     const uint64_t p = prob + odd * (H * 128 / 16);
     ask(i + 2, 0, kPanels - 1);
     wait(p_full + odd * 8, i >> 1 & 1);
@@ -210,8 +211,8 @@ __global__ void __launch_bounds__(kThreads, 1) latent_decode_kernel(const __grid
 #pragma unroll
     for (int x = 0; x < 8; ++x) {
       if (x >= 2) warpgroup_wait<1>();
-      if (x >= 3 && (x & 1) && lane == 0) give_back(n + (x - 3) / 2);
-      const uint32_t from = shared_address(s + P::ring) + (n + x / 2) % kRing * kPanelBytes;
+      if (x >= 3 && (x & 1) && lane == 0) give_back(place((x - 3) / 2));
+      const uint32_t from = shared_address(s + P::ring) + place(x / 2) * kPanelBytes;
 #pragma unroll
       for (int k = 0; k < 2; ++k)
         ldmatrix4_transposed(A[x & 1][k], from + swizzle128((2 * (x & 1) + k) * 16 + (lane >> 4) * 8 + (lane & 7), (2 * warp + (lane >> 3 & 1)) * 16));
@@ -221,7 +222,7 @@ __global__ void __launch_bounds__(kThreads, 1) latent_decode_kernel(const __grid
       warpgroup_commit();
     }
     warpgroup_wait<0>();
-    if (lane == 0) give_back(n + 3);
+    if (lane == 0) give_back(place(3));
 #pragma unroll
     for (int i = 0; i < 4; ++i) pin(O[i]);
     __syncwarp();
