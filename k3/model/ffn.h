@@ -14,6 +14,8 @@ struct RouterWatch {
   Param* bias = nullptr;      // e_score_correction_bias
   std::vector<int64_t> load;  // (E) tokens that chose each expert since the trainer last looked
   MarginHistogram histogram;  // filled when it has bins
+  bool keep_margins = false;
+  std::vector<float> margins;  // (tokens, E) if keep_margins: cutoff minus score, for the exact quantile
   int64_t top_k = 0;
 };
 

@@ -10,7 +10,7 @@ namespace k3 {
 
 Balance::Balance(Model& model, const TrainOptions& options) : options_(options) {
   const Config& c = model.config();
-  K3_CHECK(options.balance != "quantile" || c.num_experts == 0 || c.num_expert_group == 1 || c.topk_group == c.num_expert_group,
+  K3_CHECK(!options.balance.starts_with("quantile") || c.num_experts == 0 || c.num_expert_group == 1 || c.topk_group == c.num_expert_group,
            "[config] balance=quantile needs num_expert_group 1: a quantile over all experts cannot know the limits of {} groups; use balance=sign",
            c.num_expert_group);
   for (int64_t l = 0; l < c.num_hidden_layers; ++l) {
@@ -23,6 +23,8 @@ void Balance::begin_step() {
   for (RouterWatch* r : routers_) {
     std::fill(r->load.begin(), r->load.end(), 0);
     if (options_.balance == "quantile") r->histogram.reset(r->bias->value, options_.balance_bins);
+    r->keep_margins = options_.balance == "quantile_exact";
+    r->margins.clear();
   }
   for (QkClip* q : heads_) std::fill(q->max_logits.begin(), q->max_logits.end(), -INFINITY);
 }
@@ -43,6 +45,9 @@ void Balance::update_bias() {
     float* bias = r->bias->value.f32();
     std::vector<float> next;
     if (options_.balance == "quantile") next = quantile_bias(r->histogram, r->top_k);
+    if (options_.balance == "quantile_exact") next = quantile_bias_exact(r->margins, int64_t(r->load.size()), r->top_k);
+    if (options_.balance.starts_with("quantile"))  // both have mean 0, so has what lies between
+      for (size_t j = 0; j < next.size(); ++j) next[j] += float(options_.balance_ema) * (bias[j] - next[j]);
     if (options_.balance == "sign") next = sign_bias({bias, bias + r->bias->value.size()}, r->load, float(options_.balance_sign_step));
     std::copy(next.begin(), next.end(), bias);
   }

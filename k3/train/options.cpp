@@ -28,6 +28,7 @@ void each_key(O& o, F f) {
   f("muon_momentum", o.muon_momentum, must_stay), f("muon_nesterov", o.muon_nesterov, must_stay), f("adam_beta1", o.adam_beta1, must_stay);
   f("adam_beta2", o.adam_beta2, must_stay), f("adam_eps", o.adam_eps, must_stay), f("qk_clip_tau", o.qk_clip_tau, must_stay);
   f("balance", o.balance, must_stay), f("balance_bins", o.balance_bins, must_stay), f("balance_sign_step", o.balance_sign_step, must_stay);
+  f("balance_ema", o.balance_ema, must_stay);
   f("log_every", o.log_every, may_change), f("eval_every", o.eval_every, may_change), f("save_every", o.save_every, may_change);
   f("eval_tokens", o.eval_tokens, may_change);
 }
@@ -123,12 +124,14 @@ void TrainOptions::finish() {
   micro_batch_tokens = std::min(micro_batch_tokens, batch_tokens);
   K3_CHECK(micro_batch_tokens % sequence_length == 0, "[config] micro_batch_tokens {} must be a multiple of sequence_length {}", micro_batch_tokens,
            sequence_length);
-  between("held_out", held_out, 0, 0.9), between("min_learning_rate_ratio", min_learning_rate_ratio, 0, 1), between("warmup_ratio", warmup_ratio, 0, 1);
+  between("held_out", held_out, 0, 0.9), between("min_learning_rate_ratio", min_learning_rate_ratio, 0, 1),
+      between("warmup_ratio", warmup_ratio, 0, 1);
   between("learning_rate", learning_rate, 0, 10), between("weight_decay", weight_decay, 0, 10), between("muon_momentum", muon_momentum, 0, 0.9999);
   between("adam_beta1", adam_beta1, 0, 0.9999), between("adam_beta2", adam_beta2, 0, 0.99999), between("adam_eps", adam_eps, 1e-30, 1);
   between("gradient_clip", gradient_clip, 0, 1e9), between("qk_clip_tau", qk_clip_tau, 0, 1e9), between("balance_sign_step", balance_sign_step, 0, 1);
+  between("balance_ema", balance_ema, 0, 0.999);
   one_of("optimizer", optimizer, {"muon_per_head", "muon", "adamw"});
-  one_of("balance", balance, {"quantile", "sign", "none"});
+  one_of("balance", balance, {"quantile", "quantile_exact", "sign", "none"});
   K3_CHECK(document_separator.find('\n') == std::string::npos, "[config] document_separator must be one line without its end");
 }
 

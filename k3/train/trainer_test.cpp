@@ -118,6 +118,23 @@ TEST(trainer, the_bias_of_a_step_serves_the_next_one) {
   EXPECT_NEAR(std::accumulate(want.begin(), want.end(), 0.0), 0, 1e-6);
 }
 
+TEST(trainer, the_exact_quantile_is_the_histograms_limit_and_an_average_moves_part_of_the_way) {
+  auto bias_after_one_step = [](const std::vector<std::string>& sets) {
+    Rig r(sets);
+    r.trainer->step();
+    return std::vector<float>(r.bias(), r.bias() + 6);
+  };
+  auto exact = bias_after_one_step({"balance=quantile_exact"}), fine = bias_after_one_step({"balance=quantile", "balance_bins=100000"});
+  auto half = bias_after_one_step({"balance=quantile_exact", "balance_ema=0.5"});
+  float largest = 0;
+  for (size_t j = 0; j < 6; ++j) {
+    EXPECT_NEAR(fine[j], exact[j], 0.05) << j;  // neighbouring order statistics of 64 margins that spread over about 1
+    EXPECT_FLOAT_EQ(half[j], 0.5f * exact[j]) << j;
+    largest = std::max(largest, std::abs(exact[j]));
+  }
+  EXPECT_GT(largest, 0.01f);
+}
+
 TEST(trainer, evaluation_and_padding_leave_no_trace_in_the_balance) {
   Rig rig;
   RouterWatch& w = *rig.model->ffn(1).router();

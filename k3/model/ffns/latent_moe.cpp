@@ -61,6 +61,9 @@ class LatentMoe : public Ffn {
     if (!c.observe || c.recomputing || c.device == Device::null) return;
     count_load(r, batch, watch_.load.data());
     if (watch_.histogram.bins) observe(watch_.histogram, r, batch);
+    for (int64_t i = 0, e = r.scores.cols(); watch_.keep_margins && i < r.scores.rows(); ++i)
+      for (int64_t j = 0; j < e && (batch.padding.empty() || !batch.padding[size_t(i)]); ++j)
+        watch_.margins.push_back(r.cutoff.f32()[i] - r.scores.f32()[i * e + j]);
   }
 
   int64_t layer_;
