@@ -103,8 +103,14 @@ struct OnDevice {  // q, k, v, x side by side in rows of 4 H D + 8, as slices of
   Buffer<int> begins;
   cuda::DeltaChunkArgs a{};
   explicit OnDevice(const Problem& p, bool with_state = true)
-      : rows(p.tokens() * (4 * p.heads * D + 8)), b(gpu::to_bf16(p.b)), o(p.tokens() * p.heads * D), A_log(p.A_log), dt_bias(p.dt_bias), in(p.state),
-        out(int64_t(p.state.size())), begins(p.begins) {
+      : rows(p.tokens() * (4 * p.heads * D + 8)),
+        b(gpu::to_bf16(p.b)),
+        o(p.tokens() * p.heads * D),
+        A_log(p.A_log),
+        dt_bias(p.dt_bias),
+        in(p.state),
+        out(int64_t(p.state.size())),
+        begins(p.begins) {
     const int64_t w = p.heads * D, stride = 4 * w + 8;
     std::vector<bf16> r(rows.size, bf16{0x7fff});
     for (int64_t t = 0; t < p.tokens(); ++t)
@@ -139,7 +145,8 @@ void check_chunks() {
     d.o.poison(), d.out.poison();
     launched(delta_chunk_forward(d.a, nullptr));
     GPU(cudaDeviceSynchronize());
-    expect_true(std::string("chunk, ") + g.name + ", two runs are bitwise equal", same_bits(first, d.o.download()) && same_bits(first_state, d.out.download()));
+    expect_true(std::string("chunk, ") + g.name + ", two runs are bitwise equal",
+                same_bits(first, d.o.download()) && same_bits(first_state, d.out.download()));
   }
   {  // the float32 recurrence on the device
     Problem p = make({1, 33, 130}, 2, kGates[0], 8);
@@ -190,7 +197,14 @@ struct Gradients {
 Gradients recurrence_backward(const Problem& p, double scale, const std::vector<float>& d_o, const std::vector<float>& d_state) {
   const int H = p.heads;
   const int64_t n = p.tokens() * H * D;
-  Gradients g{std::vector<double>(n), std::vector<double>(n), std::vector<double>(n), std::vector<double>(n), std::vector<double>(p.tokens() * H), std::vector<double>(H), std::vector<double>(H * D), std::vector<double>(p.state.size())};
+  Gradients g{std::vector<double>(n),
+              std::vector<double>(n),
+              std::vector<double>(n),
+              std::vector<double>(n),
+              std::vector<double>(p.tokens() * H),
+              std::vector<double>(H),
+              std::vector<double>(H * D),
+              std::vector<double>(p.state.size())};
   for (int s = 0; s < p.sequences(); ++s)
     for (int h = 0; h < H; ++h) {
       const int T = p.begins[s + 1] - p.begins[s];
@@ -260,11 +274,14 @@ void check_backward() {
     std::vector<int> chunk_begins = {0};
     for (int s = 0; s < p.sequences(); ++s) chunk_begins.push_back(chunk_begins.back() + (p.begins[s + 1] - p.begins[s] + 31) / 32);
     const int chunks = chunk_begins.back(), H = p.heads;
-    Buffer<bf16> snapshots(int64_t(chunks) * H * D * D), d_snapshots(int64_t(chunks) * H * D * D), u(n), dd_o(gpu::to_bf16(d_o)), dq(n), dk(n), dv(n), dx(n), db(n / D);
-    Buffer<float> ds(d_state), ds_in(int64_t(d_state.size())), dA(std::vector<float>(H, 0.f)), ddt(std::vector<float>(H * D, 0.f)), partial(cuda::delta_backward_partial(chunks, H));
+    Buffer<bf16> snapshots(int64_t(chunks) * H * D * D), d_snapshots(int64_t(chunks) * H * D * D), u(n), dd_o(gpu::to_bf16(d_o)), dq(n), dk(n), dv(n),
+        dx(n), db(n / D);
+    Buffer<float> ds(d_state), ds_in(int64_t(d_state.size())), dA(std::vector<float>(H, 0.f)), ddt(std::vector<float>(H * D, 0.f)),
+        partial(cuda::delta_backward_partial(chunks, H));
     Buffer<int> cb(chunk_begins);
     d.a.snapshots = snapshots.data, d.a.u = u.data, d.a.chunk_begins = cb.data;
-    cuda::DeltaBackwardArgs b{d.a, chunks, dd_o.data, ds.data, dq.data, dk.data, dv.data, dx.data, db.data, ds_in.data, dA.data, ddt.data, d_snapshots.data, partial.data};
+    cuda::DeltaBackwardArgs b{d.a,     chunks,  dd_o.data,  ds.data, dq.data,  dk.data,          dv.data,
+                              dx.data, db.data, ds_in.data, dA.data, ddt.data, d_snapshots.data, partial.data};
     launched(delta_chunk_forward(d.a, nullptr));
     launched(delta_chunk_backward(b, nullptr));
     GPU(cudaDeviceSynchronize());
@@ -279,13 +296,15 @@ void check_backward() {
     expect(name + "initial state", error(widen(ds_in.download()), right.state), limit);
     auto A1 = dA.download(), t1 = ddt.download();
     auto q1 = dq.download(), x1 = dx.download();
-    expect(name + "A_log", error(widen(A1), right.A) * std::min(1., std::sqrt(small / size) * 1e3), 3e-2), // a sum over tokens in which most cancels, while the noise of bf16 operands is alike within a chunk
-    expect(name + "dt_bias", error(widen(t1), right.dt) * std::min(1., std::sqrt(small / size) * 1e3), 4e-2);
+    expect(name + "A_log", error(widen(A1), right.A) * std::min(1., std::sqrt(small / size) * 1e3),
+           3e-2),  // a sum over tokens in which most cancels, while the noise of bf16 operands is alike within a chunk
+        expect(name + "dt_bias", error(widen(t1), right.dt) * std::min(1., std::sqrt(small / size) * 1e3), 4e-2);
     dA.zero(), ddt.zero(), dq.poison(), dx.poison(), partial.poison(), d_snapshots.poison(), snapshots.poison();
     launched(delta_chunk_forward(d.a, nullptr));
     launched(delta_chunk_backward(b, nullptr));
     GPU(cudaDeviceSynchronize());
-    expect_true(name + "two runs are bitwise equal", same_bits(A1, dA.download()) && same_bits(t1, ddt.download()) && same_bits(q1, dq.download()) && same_bits(x1, dx.download()));
+    expect_true(name + "two runs are bitwise equal",
+                same_bits(A1, dA.download()) && same_bits(t1, ddt.download()) && same_bits(q1, dq.download()) && same_bits(x1, dx.download()));
   }
 }
 
@@ -294,16 +313,23 @@ void time_backward() {
     const int T = 8192, H = 96, chunks = T / 32;
     Rng rng(3);
     const int64_t W = H * D, n = int64_t(T) * W;
-    Buffer<bf16> q(many_normals(n, rng)), k(many_normals(n, rng)), v(many_normals(n, rng)), x(many_normals(n, rng, gates.mean, gates.deviation)), b(many_normals(T * H, rng)), o(n), d_o(many_normals(n, rng)), u(n), dq(n), dk(n), dv(n), dx(n), db(T * H);
+    Buffer<bf16> q(many_normals(n, rng)), k(many_normals(n, rng)), v(many_normals(n, rng)), x(many_normals(n, rng, gates.mean, gates.deviation)),
+        b(many_normals(T * H, rng)), o(n), d_o(many_normals(n, rng)), u(n), dq(n), dk(n), dv(n), dx(n), db(T * H);
     Buffer<bf16> snapshots(int64_t(chunks) * W * D), d_snapshots(int64_t(chunks) * W * D);
-    Buffer<float> A(std::vector<float>(H, 0.f)), dt(std::vector<float>(W, 0.f)), out(W * D), dA(std::vector<float>(H, 0.f)), ddt(std::vector<float>(W, 0.f)), partial(cuda::delta_backward_partial(chunks, H));
+    Buffer<float> A(std::vector<float>(H, 0.f)), dt(std::vector<float>(W, 0.f)), out(W * D), dA(std::vector<float>(H, 0.f)),
+        ddt(std::vector<float>(W, 0.f)), partial(cuda::delta_backward_partial(chunks, H));
     Buffer<int> begins(std::vector<int>{0, T}), cb(std::vector<int>{0, chunks});
-    cuda::DeltaChunkArgs a{q.data, k.data, v.data, x.data, b.data, W, W, W, W, H, W, o.data, {true, -5.f, A.data, dt.data}, 0.0884f, begins.data, 1, H, T, nullptr, out.data};
+    cuda::DeltaChunkArgs a{q.data,  k.data,      v.data, x.data, b.data, W,       W,       W, W, H, W, o.data, {true, -5.f, A.data, dt.data},
+                           0.0884f, begins.data, 1,      H,      T,      nullptr, out.data};
     a.snapshots = snapshots.data, a.u = u.data, a.chunk_begins = cb.data;
-    cuda::DeltaBackwardArgs g{a, chunks, d_o.data, nullptr, dq.data, dk.data, dv.data, dx.data, db.data, nullptr, dA.data, ddt.data, d_snapshots.data, partial.data};
-    report(std::string("KDA forward for training, T 8192, 96 heads, ") + gates.name, time_us([&](int, cudaStream_t s) { launched(delta_chunk_forward(a, s)); }, 1, 15), 237 + 234);
-    report(std::string("KDA backward, T 8192, 96 heads, ") + gates.name, time_us([&](int, cudaStream_t s) { launched(delta_chunk_backward(g, s)); }, 1, 15), 800);
-    report(std::string("KDA forward + backward, T 8192, 96 heads, ") + gates.name, time_us([&](int, cudaStream_t s) { launched(delta_chunk_forward(a, s)), launched(delta_chunk_backward(g, s)); }, 1, 15), 1037);
+    cuda::DeltaBackwardArgs g{a,       chunks,  d_o.data, nullptr, dq.data,  dk.data,          dv.data,
+                              dx.data, db.data, nullptr,  dA.data, ddt.data, d_snapshots.data, partial.data};
+    report(std::string("KDA forward for training, T 8192, 96 heads, ") + gates.name,
+           time_us([&](int, cudaStream_t s) { launched(delta_chunk_forward(a, s)); }, 1, 15), 237 + 234);
+    report(std::string("KDA backward, T 8192, 96 heads, ") + gates.name,
+           time_us([&](int, cudaStream_t s) { launched(delta_chunk_backward(g, s)); }, 1, 15), 800);
+    report(std::string("KDA forward + backward, T 8192, 96 heads, ") + gates.name,
+           time_us([&](int, cudaStream_t s) { launched(delta_chunk_forward(a, s)), launched(delta_chunk_backward(g, s)); }, 1, 15), 1037);
   }
 }
 
@@ -315,7 +341,8 @@ void check_step() {
     const int rows = 5, slots = 7, H = 3, W = H * D;
     Problem p = make({rows}, H, g, 11);
     Rng rng(12);
-    std::vector<float> conv[3], norm = normals(D, rng, 1, 0.1), state = normals(int64_t(slots) * W * D, rng, 0, 0.3), window = normals(slots * 9 * W, rng), og = normals(rows * W, rng);
+    std::vector<float> conv[3], norm = normals(D, rng, 1, 0.1), state = normals(int64_t(slots) * W * D, rng, 0, 0.3),
+                                window = normals(slots * 9 * W, rng), og = normals(rows * W, rng);
     for (auto& c : conv) c = normals(W * 4, rng, 0, 0.5);
     for (float& x : window) x = to_float(to_bf16(x));
     for (float& x : og) x = to_float(to_bf16(x));
@@ -334,7 +361,8 @@ void check_step() {
             w[0] = w[3 * W], w[3 * W] = w[6 * W], w[6 * W] = now;
           }
         }
-        double nq = 1e-6, nk = 1e-6, rate = std::exp(double(p.A_log[h])), beta = 1 / (1 + std::exp(-double(p.b[r * H + h]))), out[D] = {}, u[D] = {}, square = 0;
+        double nq = 1e-6, nk = 1e-6, rate = std::exp(double(p.A_log[h])), beta = 1 / (1 + std::exp(-double(p.b[r * H + h]))), out[D] = {}, u[D] = {},
+               square = 0;
         for (int i = 0; i < D; ++i) nq += in[0][i] * in[0][i], nk += in[1][i] * in[1][i];
         double* s = &S[(int64_t(slot[r]) * H + h) * D * D];
         for (int i = 0; i < D; ++i) {
@@ -346,14 +374,40 @@ void check_step() {
         for (int i = 0; i < D; ++i)
           for (int j = 0; j < D; ++j) out[j] += in[0][i] / std::sqrt(nq) * (s[i * D + j] += in[1][i] / std::sqrt(nk) * u[j]);
         for (double& x : out) x *= 0.08838834764831845, square += x * x;
-        for (int j = 0; j < D; ++j) y[r * W + h * D + j] = out[j] / std::sqrt(square / D + 1e-5) * norm[j] / (1 + std::exp(-double(og[r * W + h * D + j])));
+        for (int j = 0; j < D; ++j)
+          y[r * W + h * D + j] = out[j] / std::sqrt(square / D + 1e-5) * norm[j] / (1 + std::exp(-double(og[r * W + h * D + j])));
       }
     }
-    Buffer<bf16> q(gpu::to_bf16(p.q)), k(gpu::to_bf16(p.k)), v(gpu::to_bf16(p.v)), x(gpu::to_bf16(p.x)), b(gpu::to_bf16(p.b)), gate(gpu::to_bf16(og)), w(gpu::to_bf16(window)), out(rows * W);
+    Buffer<bf16> q(gpu::to_bf16(p.q)), k(gpu::to_bf16(p.k)), v(gpu::to_bf16(p.v)), x(gpu::to_bf16(p.x)), b(gpu::to_bf16(p.b)), gate(gpu::to_bf16(og)),
+        w(gpu::to_bf16(window)), out(rows * W);
     Buffer<float> c0(conv[0]), c1(conv[1]), c2(conv[2]), ds(state), A(p.A_log), dt(p.dt_bias), n(norm);
     Buffer<int> sl(slot);
-    cuda::DeltaStepArgs a{q.data, k.data, v.data, x.data, gate.data, b.data, W, W, W, W, W, H, W, c0.data, c1.data, c2.data, w.data, ds.data, sl.data,
-                          {g.bounded, -5.f, A.data, dt.data}, 0.08838834764831845f, n.data, 1e-5f, out.data, rows, H};
+    cuda::DeltaStepArgs a{q.data,
+                          k.data,
+                          v.data,
+                          x.data,
+                          gate.data,
+                          b.data,
+                          W,
+                          W,
+                          W,
+                          W,
+                          W,
+                          H,
+                          W,
+                          c0.data,
+                          c1.data,
+                          c2.data,
+                          w.data,
+                          ds.data,
+                          sl.data,
+                          {g.bounded, -5.f, A.data, dt.data},
+                          0.08838834764831845f,
+                          n.data,
+                          1e-5f,
+                          out.data,
+                          rows,
+                          H};
     launched(delta_step(a, nullptr));
     GPU(cudaDeviceSynchronize());
     expect(std::string("step, ") + g.name + ", y", error(widen(out.download()), y), 4e-3);  // y is rounded to bf16: 2^-9 at most, 1.7e-3 on average
@@ -363,30 +417,43 @@ void check_step() {
 }
 
 void time_chunks() {
-  struct Shape { const char* name; int sequences, tokens, heads; double floor; };
-  for (Shape s : {Shape{"T 8192, 96 heads", 1, 8192, 96, 237}, Shape{"T 2048, 96 heads", 1, 2048, 96, 62}, Shape{"8 x 1024, 96 heads", 8, 1024, 96, 258},
-                  Shape{"T 32768, 12 heads", 1, 32768, 12, 118}}) {
+  struct Shape {
+    const char* name;
+    int sequences, tokens, heads;
+    double floor;
+  };
+  for (Shape s : {Shape{"T 8192, 96 heads", 1, 8192, 96, 237}, Shape{"T 2048, 96 heads", 1, 2048, 96, 62},
+                  Shape{"8 x 1024, 96 heads", 8, 1024, 96, 258}, Shape{"T 32768, 12 heads", 1, 32768, 12, 118}}) {
     for (const Gates& g : {kGates[0], kGates[1], kGates[7]}) {
       Rng rng(3);
       const int64_t W = s.heads * D, N = int64_t(s.sequences) * s.tokens;
-      Buffer<bf16> q(many_normals(N * W, rng)), k(many_normals(N * W, rng)), v(many_normals(N * W, rng)), x(many_normals(N * W, rng, g.mean, g.deviation)), b(many_normals(N * s.heads, rng)), o(N * W);
+      Buffer<bf16> q(many_normals(N * W, rng)), k(many_normals(N * W, rng)), v(many_normals(N * W, rng)),
+          x(many_normals(N * W, rng, g.mean, g.deviation)), b(many_normals(N * s.heads, rng)), o(N * W);
       Buffer<float> A(std::vector<float>(s.heads, 0.f)), dt(std::vector<float>(W, 0.f)), out(int64_t(s.sequences) * W * D);
       std::vector<int> begins;
       for (int i = 0; i <= s.sequences; ++i) begins.push_back(i * s.tokens);
       Buffer<int> be(begins);
-      cuda::DeltaChunkArgs a{q.data, k.data, v.data, x.data, b.data, W, W, W, W, s.heads, W, o.data, {g.bounded, -5.f, A.data, dt.data}, 0.0884f, be.data, s.sequences, s.heads, N, nullptr, out.data};
-      report(std::string("KDA forward, ") + s.name + ", " + g.name, time_us([&](int, cudaStream_t st) { launched(delta_chunk_forward(a, st)); }), s.floor);
+      cuda::DeltaChunkArgs a{
+          q.data,  k.data,  v.data,      x.data,  b.data, W,       W,       W, W, s.heads, W, o.data, {g.bounded, -5.f, A.data, dt.data},
+          0.0884f, be.data, s.sequences, s.heads, N,      nullptr, out.data};
+      report(std::string("KDA forward, ") + s.name + ", " + g.name, time_us([&](int, cudaStream_t st) { launched(delta_chunk_forward(a, st)); }),
+             s.floor);
     }
   }
 }
 
 void time_step() {
-  struct Shape { int rows, heads, sets; double floor; };
+  struct Shape {
+    int rows, heads, sets;
+    double floor;
+  };
   for (Shape s : {Shape{1, 96, 24, 3.1}, Shape{64, 96, 2, 196}, Shape{128, 12, 4, 49}, Shape{8, 96, 8, 24.5}}) {
     Rng rng(4);
     const int W = s.heads * D, slots = s.rows * s.sets;
-    Buffer<bf16> in(many_normals(int64_t(5) * s.rows * W, rng)), b(many_normals(s.rows * s.heads, rng)), w(many_normals(int64_t(slots) * 9 * W, rng)), y(s.rows * W);
-    Buffer<float> conv(normals(W * 12, rng, 0, 0.5)), state(int64_t(slots) * W * D), A(std::vector<float>(s.heads, 0.f)), dt(std::vector<float>(W, 0.f)), n(std::vector<float>(D, 1.f));
+    Buffer<bf16> in(many_normals(int64_t(5) * s.rows * W, rng)), b(many_normals(s.rows * s.heads, rng)), w(many_normals(int64_t(slots) * 9 * W, rng)),
+        y(s.rows * W);
+    Buffer<float> conv(normals(W * 12, rng, 0, 0.5)), state(int64_t(slots) * W * D), A(std::vector<float>(s.heads, 0.f)),
+        dt(std::vector<float>(W, 0.f)), n(std::vector<float>(D, 1.f));
     state.zero();
     std::vector<Buffer<int>> sets;
     for (int i = 0; i < s.sets; ++i) {
@@ -394,12 +461,46 @@ void time_step() {
       for (int r = 0; r < s.rows; ++r) v.push_back(i * s.rows + r);
       sets.emplace_back(v);
     }
-    cuda::DeltaStepArgs a{in.data, in.data + s.rows * W, in.data + 2 * s.rows * W, in.data + 3 * s.rows * W, in.data + 4 * s.rows * W, b.data, W, W, W, W, W, s.heads, W,
-                          conv.data, conv.data + W * 4, conv.data + W * 8, w.data, state.data, nullptr, {true, -5.f, A.data, dt.data}, 0.0884f, n.data, 1e-5f, y.data, s.rows, s.heads};
-    double us = time_us([&](int i, cudaStream_t st) { a.slots = sets[i % s.sets].data; launched(delta_step(a, st)); }, 24);
+    cuda::DeltaStepArgs a{in.data,
+                          in.data + s.rows * W,
+                          in.data + 2 * s.rows * W,
+                          in.data + 3 * s.rows * W,
+                          in.data + 4 * s.rows * W,
+                          b.data,
+                          W,
+                          W,
+                          W,
+                          W,
+                          W,
+                          s.heads,
+                          W,
+                          conv.data,
+                          conv.data + W * 4,
+                          conv.data + W * 8,
+                          w.data,
+                          state.data,
+                          nullptr,
+                          {true, -5.f, A.data, dt.data},
+                          0.0884f,
+                          n.data,
+                          1e-5f,
+                          y.data,
+                          s.rows,
+                          s.heads};
+    double us = time_us(
+        [&](int i, cudaStream_t st) {
+          a.slots = sets[i % s.sets].data;
+          launched(delta_step(a, st));
+        },
+        24);
     report("KDA decode step, B " + std::to_string(s.rows) + ", " + std::to_string(s.heads) + " heads", us, s.floor);
     a.chained = true;
-    us = time_us([&](int i, cudaStream_t st) { a.slots = sets[i % s.sets].data; launched(delta_step(a, st)); }, 24);
+    us = time_us(
+        [&](int i, cudaStream_t st) {
+          a.slots = sets[i % s.sets].data;
+          launched(delta_step(a, st));
+        },
+        24);
     report("KDA decode step, chained launches, B " + std::to_string(s.rows) + ", " + std::to_string(s.heads) + " heads", us, s.floor);
   }
 }

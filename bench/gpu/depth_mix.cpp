@@ -11,7 +11,8 @@ void check(int n, int64_t rows, int d, double size) {
   Rng rng(n * 7 + d);
   std::vector<std::vector<bf16>> v;
   for (int i = 0; i < n; ++i) v.push_back(gpu::to_bf16(normals(rows * d, rng, 0, size * (i + 1))));
-  std::vector<float> w = normals(d, rng, 1, 0.2), p = normals(d, rng, 0, 3 / std::sqrt(d)), norm = normals(d, rng, 1, 0.2), dw0 = normals(d, rng), dp0 = normals(d, rng);
+  std::vector<float> w = normals(d, rng, 1, 0.2), p = normals(d, rng, 0, 3 / std::sqrt(d)), norm = normals(d, rng, 1, 0.2), dw0 = normals(d, rng),
+                     dp0 = normals(d, rng);
   std::vector<bf16> add = gpu::to_bf16(normals(rows * d, rng)), dy = gpu::to_bf16(normals(rows * d, rng));
   std::string name = "depth mix, " + std::to_string(n) + " sources, " + std::to_string(rows) + " x " + std::to_string(d) + ", ";
 
@@ -94,24 +95,28 @@ void time(int n, int64_t rows, double forward, double backward) {
   std::vector<Buffer<bf16>> v, dv;
   for (int i = 0; i < n; ++i) v.emplace_back(many_normals(rows * d, rng)), dv.emplace_back(rows * d);
   Buffer<bf16> y(rows * d), dy(many_normals(rows * d, rng)), add(many_normals(rows * d, rng, 0, 0.01)), norm_out(rows * d);
-  Buffer<float> w(std::vector<float>(d, 1.f)), p(normals(d, rng, 0, 0.02)), stats(rows * 32), part(cuda::depth_mix_partial(d)), dw(std::vector<float>(d, 0.f)), dp(std::vector<float>(d, 0.f));
+  Buffer<float> w(std::vector<float>(d, 1.f)), p(normals(d, rng, 0, 0.02)), stats(rows * 32), part(cuda::depth_mix_partial(d)),
+      dw(std::vector<float>(d, 0.f)), dp(std::vector<float>(d, 0.f));
   cuda::DepthMixArgs a{};
   for (int i = 0; i < n; ++i) a.v[i] = v[i].data, a.dv[i] = dv[i].data;
-  a.sources = n, a.w = w.data, a.p = p.data, a.eps = 1e-5f, a.rows = rows, a.d = d, a.y = y.data, a.stats = stats.data, a.dy = dy.data, a.dw = dw.data, a.dp = dp.data, a.partial = part.data;
+  a.sources = n, a.w = w.data, a.p = p.data, a.eps = 1e-5f, a.rows = rows, a.d = d, a.y = y.data, a.stats = stats.data, a.dy = dy.data,
+  a.dw = dw.data, a.dp = dp.data, a.partial = part.data;
   std::string name = ", T " + std::to_string(rows) + ", " + std::to_string(n) + " sources, d 7168";
   report("AttnRes forward" + name, time_us([&](int, cudaStream_t s) { launched(depth_mix_forward(a, s)); }), forward);
   report("AttnRes backward" + name, time_us([&](int, cudaStream_t s) { launched(depth_mix_backward(a, s)); }), backward);
   a.addend = add.data, a.sum = y.data, a.norm = w.data, a.n = norm_out.data;
   Buffer<bf16> sum(rows * d);
   a.sum = sum.data;
-  report("AttnRes forward with addition and norm" + name, time_us([&](int, cudaStream_t s) { launched(depth_mix_forward(a, s)); }), forward * (n + 4) / (n + 1));
+  report("AttnRes forward with addition and norm" + name, time_us([&](int, cudaStream_t s) { launched(depth_mix_forward(a, s)); }),
+         forward * (n + 4) / (n + 1));
 }
 
 }  // namespace
 
 int main(int argc, char** argv) {
   if (wants(argc, argv, "check"))
-    check(9, 300, 7168, 1), check(1, 5, 7168, 1), check(4, 133, 512, 1), check(3, 40, 8, 1), check(9, 20, 7168, 1e4), check(2, 1, 4096, 1e-3), check(5, 270, 3584, 1);
+    check(9, 300, 7168, 1), check(1, 5, 7168, 1), check(4, 133, 512, 1), check(3, 40, 8, 1), check(9, 20, 7168, 1e4), check(2, 1, 4096, 1e-3),
+        check(5, 270, 3584, 1);
   if (wants(argc, argv, "time")) time(9, 8192, 273, 519), time(4, 8192, 137, 246), time(9, 1024, 34, 65);
   std::printf("%d failures\n", failures);
   return failures != 0;

@@ -16,7 +16,10 @@ namespace {
 
 template <class T>
 std::vector<T> as(const std::vector<float>& x) {
-  if constexpr (std::is_same_v<T, float>) return x; else return gpu::to_bf16(x);
+  if constexpr (std::is_same_v<T, float>)
+    return x;
+  else
+    return gpu::to_bf16(x);
 }
 
 template <class T>
@@ -45,7 +48,8 @@ void check_norm(int64_t rows, int d) {
   }
   std::string name = std::string(wide ? "float32 " : "bf16 ") + std::to_string(rows) + " x " + std::to_string(d);
   const double limit = wide ? 1e-6 : 2.5e-3;
-  expect("rms_norm " + name, error(widen(by.download()), y), limit), expect("rms_norm backward " + name + ", dx", error(widen(bdx.download()), dx), limit);
+  expect("rms_norm " + name, error(widen(by.download()), y), limit),
+      expect("rms_norm backward " + name + ", dx", error(widen(bdx.download()), dx), limit);
   expect("rms_norm backward " + name + ", dw", error(widen(bdw.download()), dw), 1e-5);
 }
 
@@ -84,7 +88,11 @@ void check_conv() {
   auto w = normals(C * 4, rng);
   std::vector<double> y(N * C), left = widen(window);
   for (size_t s = 0; s < lengths.size(); ++s) {
-    auto at = [&](int t, int c) { return t >= begins[s] ? double(to_float(x[t * C + c])) : slots[s] < 0 ? 0. : double(to_float(window[(slots[s] * 3 + 3 + t - begins[s]) * C + c])); };
+    auto at = [&](int t, int c) {
+      return t >= begins[s] ? double(to_float(x[t * C + c]))
+             : slots[s] < 0 ? 0.
+                            : double(to_float(window[(slots[s] * 3 + 3 + t - begins[s]) * C + c]));
+    };
     for (int c = 0; c < C; ++c) {
       for (int t = begins[s]; t < begins[s + 1]; ++t) {
         double z = 0;
@@ -136,7 +144,8 @@ void check_route() {
       for (int k = 0; k < K; ++k) sum += s[c[t * K + k]];
       for (int k = 0; k < K; ++k) {
         // scores of device and host differ in the last bit: equal choices to 1e-6 may change places, exact ties may not
-        right &= std::abs(double(s[order[k]] + bias[order[k]]) - (s[c[t * K + k]] + bias[c[t * K + k]])) < 1e-6 && (t >= 3 || c[t * K + k] == order[k]);
+        right &=
+            std::abs(double(s[order[k]] + bias[order[k]]) - (s[c[t * K + k]] + bias[c[t * K + k]])) < 1e-6 && (t >= 3 || c[t * K + k] == order[k]);
         worst = std::max(worst, std::abs(got[t * K + k] - 2 * s[c[t * K + k]] / sum));
         const int row = wh[t * K + k];
         right &= ga[row] == t && row >= b[c[t * K + k]] && row < b[c[t * K + k] + 1];
@@ -171,7 +180,8 @@ void check_loss_and_adamw() {
   Buffer<float> bl(rows);
   launched(cuda::cross_entropy({bx.data, bt.data, rows, V, 0.125f, bl.data}, nullptr));
   GPU(cudaDeviceSynchronize());
-  expect("cross entropy, gradient in place", error(widen(bx.download()), g), 2.5e-3), expect("cross entropy, loss", error(widen(bl.download()), loss), 1e-6);
+  expect("cross entropy, gradient in place", error(widen(bx.download()), g), 2.5e-3),
+      expect("cross entropy, loss", error(widen(bl.download()), loss), 1e-6);
 
   const int n = 4099;
   auto w = normals(n, rng), m = normals(n, rng, 0, 0.1), v = normals(n, rng), gr = normals(n, rng);
@@ -206,27 +216,42 @@ void time_all() {
     report("situ backward, 8192 x 12288", time_us([&](int, cudaStream_t s) { launched(situ_backward(a, s)); }), 234);
     Buffer<float> w(normals(12288 * 4, rng));
     Buffer<int> b(std::vector<int>{0, int(T)});
-    report("conv and SiLU, 8192 x 12288", time_us([&](int, cudaStream_t s) { launched(cuda::conv_silu_forward({g.data, w.data, b.data, 1, T, 12288, nullptr, nullptr, nullptr, y.data}, s)); }), 94);
+    report("conv and SiLU, 8192 x 12288", time_us([&](int, cudaStream_t s) {
+             launched(cuda::conv_silu_forward({g.data, w.data, b.data, 1, T, 12288, nullptr, nullptr, nullptr, y.data}, s));
+           }),
+           94);
   }
   {
     Buffer<float> l(normals(T * 896, rng)), b(std::vector<float>(896, 0.f)), w(T * 16), cut(T), rw(T * 16);
     Buffer<int> c(T * 16), be(897), ga(T * 16), wh(T * 16), counts(cuda::sort_rows_counts(T, 16, 896));
-    report("route, 8192 tokens, top 16 of 896", time_us([&](int, cudaStream_t s) { launched(cuda::route({l.data, b.data, nullptr, T, 896, 16, true, 1.f, c.data, w.data, cut.data}, s)); }), 7);
-    report("sort_rows, 8192 tokens", time_us([&](int, cudaStream_t s) { launched(cuda::sort_rows({c.data, w.data, T, 896, 16, be.data, ga.data, rw.data, wh.data, counts.data}, s)); }), 1);
+    report("route, 8192 tokens, top 16 of 896", time_us([&](int, cudaStream_t s) {
+             launched(cuda::route({l.data, b.data, nullptr, T, 896, 16, true, 1.f, c.data, w.data, cut.data}, s));
+           }),
+           7);
+    report("sort_rows, 8192 tokens", time_us([&](int, cudaStream_t s) {
+             launched(cuda::sort_rows({c.data, w.data, T, 896, 16, be.data, ga.data, rw.data, wh.data, counts.data}, s));
+           }),
+           1);
   }
   {
     const int64_t rows = 1024, V = 163840;
     Buffer<bf16> x(many_normals(rows * V, rng));
     Buffer<int> t(std::vector<int>(rows, 7));
     Buffer<float> l(rows);
-    report("cross entropy, 1024 x 163840", time_us([&](int, cudaStream_t s) { launched(cuda::cross_entropy({x.data, t.data, rows, int(V), 1e-3f, l.data}, s)); }), 156);
+    report("cross entropy, 1024 x 163840", time_us([&](int, cudaStream_t s) {
+             launched(cuda::cross_entropy({x.data, t.data, rows, int(V), 1e-3f, l.data}, s));
+           }),
+           156);
   }
   {
     const int64_t n = 1 << 26;
     Buffer<float> w(n), m(n), v(n), g(n);
     w.zero(), m.zero(), v.zero(), g.zero();
     Buffer<bf16> c(n);
-    report("adamw, 67 M weights", time_us([&](int, cudaStream_t s) { launched(cuda::adamw({w.data, m.data, v.data, g.data, c.data, n, 3, 1e-3f, 0.9f, 0.95f, 1e-8f, 0.1f, 1.f}, s)); }), n * 30 / 4.3e6);
+    report("adamw, 67 M weights", time_us([&](int, cudaStream_t s) {
+             launched(cuda::adamw({w.data, m.data, v.data, g.data, c.data, n, 3, 1e-3f, 0.9f, 0.95f, 1e-8f, 0.1f, 1.f}, s));
+           }),
+           n * 30 / 4.3e6);
   }
 }
 

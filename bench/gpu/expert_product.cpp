@@ -16,7 +16,8 @@ double situ(double g, double u) { return 4 * std::tanh(g / 4) / (1 + std::exp(-g
 struct Matrices {  // as stored
   int64_t experts, rows, columns;
   std::vector<uint8_t> codes, scales;
-  Matrices(int64_t e, int64_t r, int64_t c, Rng& rng, int lo, int hi) : experts(e), rows(r), columns(c), codes(e * r * c / 2), scales(e * r * c / 32) {
+  Matrices(int64_t e, int64_t r, int64_t c, Rng& rng, int lo, int hi)
+      : experts(e), rows(r), columns(c), codes(e * r * c / 2), scales(e * r * c / 32) {
     for (size_t i = 0; i < codes.size(); i += 8) {
       uint64_t x = rng.next();
       std::memcpy(&codes[i], &x, std::min<size_t>(8, codes.size() - i));
@@ -33,7 +34,9 @@ struct Packed {
   Packed(const Matrices& a, const Matrices* b) : codes(int64_t(a.codes.size()) * (b ? 2 : 1)), scales(int64_t(a.scales.size()) * (b ? 2 : 1)) {
     Buffer<uint8_t> ca(a.codes), sa(a.scales), cb(b ? b->codes : std::vector<uint8_t>(1)), sb(b ? b->scales : std::vector<uint8_t>(1));
     Buffer<int> refused(std::vector<int>{0});
-    launched(cuda::mxfp4_pack({ca.data, sa.data, b ? cb.data : nullptr, b ? sb.data : nullptr, a.experts, a.rows, a.columns, codes.data, scales.data, refused.data}, nullptr));
+    launched(cuda::mxfp4_pack(
+        {ca.data, sa.data, b ? cb.data : nullptr, b ? sb.data : nullptr, a.experts, a.rows, a.columns, codes.data, scales.data, refused.data},
+        nullptr));
     GPU(cudaDeviceSynchronize());
     expect_true("MXFP4 pack refuses nothing in range", refused.download()[0] == 0);
   }
@@ -48,7 +51,8 @@ void check() {
     for (int i = 0; i < 256; ++i) x[i * 256 + i] = k3::to_bf16(1.f);
     Buffer<bf16> dx(x), y(256 * 128);
     Buffer<int> begins(std::vector<int>{0, 256}), active(std::vector<int>{0});
-    cuda::ExpertProductArgs a{dx.data, nullptr, begins.data, active.data, packed.codes.data, packed.scales.data, 1, 1, 256, 128, 256, false, 4, 25, nullptr, y.data};
+    cuda::ExpertProductArgs a{dx.data, nullptr, begins.data, active.data, packed.codes.data, packed.scales.data, 1, 1, 256, 128, 256, false,
+                              4,       25,      nullptr,     y.data};
     std::vector<double> right(256 * 128);
     for (int t = 0; t < 256; ++t)
       for (int r = 0; r < 128; ++r) right[t * 128 + r] = m.at(0, r, t);
@@ -76,7 +80,8 @@ void check() {
   Packed gu(gate, &up), dn(down, nullptr);
   auto x = gpu::to_bf16(normals(tokens * K, rng));
   Buffer<bf16> dx(x);
-  for (const std::vector<int>& counts : {std::vector<int>{0, 1, 9, 0, 70, 300, 8, 513, 97}, {1, 1, 0, 0, 8, 0, 2, 0, 0}, {0, 0, 0, 0, 0, 1200, 0, 0, 0}}) {
+  for (const std::vector<int>& counts :
+       {std::vector<int>{0, 1, 9, 0, 70, 300, 8, 513, 97}, {1, 1, 0, 0, 8, 0, 2, 0, 0}, {0, 0, 0, 0, 0, 1200, 0, 0, 0}}) {
     std::vector<int> begins = {0}, active, gather;
     for (int e = 0; e < E; ++e) {
       begins.push_back(begins.back() + counts[e]);
@@ -104,8 +109,10 @@ void check() {
     Buffer<bf16> dh(h16), oh(rows * F), oy(rows * 384);
     for (bool stream : {false, true}) {
       std::string name = std::string(stream ? "streaming" : "grouped") + " product, " + std::to_string(rows) + " rows, ";
-      cuda::ExpertProductArgs a{dx.data, ga.data, b.data, ac.data, gu.codes.data, gu.scales.data, E, int(active.size()), rows, 2 * F, K, true, 4, 25, nullptr, oh.data};
-      cuda::ExpertProductArgs c{dh.data, nullptr, b.data, ac.data, dn.codes.data, dn.scales.data, E, int(active.size()), rows, 384, F, false, 4, 25, we.data, oy.data};
+      cuda::ExpertProductArgs a{dx.data, ga.data, b.data, ac.data, gu.codes.data, gu.scales.data, E, int(active.size()), rows, 2 * F,
+                                K,       true,    4,      25,      nullptr,       oh.data};
+      cuda::ExpertProductArgs c{dh.data, nullptr, b.data, ac.data, dn.codes.data, dn.scales.data, E, int(active.size()), rows, 384,
+                                F,       false,   4,      25,      we.data,       oy.data};
       oh.poison(), oy.poison();
       launched(stream ? expert_stream(a, nullptr) : expert_product(a, nullptr));
       launched(stream ? expert_stream(c, nullptr) : expert_product(c, nullptr));
@@ -163,7 +170,8 @@ void time(const char* name, int experts, const std::vector<int>& counts, int set
   for (uint8_t& s : scales) s = 120;
   std::vector<Buffer<uint8_t>> gu, dn;
   Buffer<uint8_t> gs(scales), ds(std::vector<uint8_t>(scales.begin(), scales.begin() + int64_t(experts) * F * L / 32));
-  for (int i = 0; i < sets; ++i) gu.emplace_back(codes), dn.emplace_back(std::vector<uint8_t>(codes.begin(), codes.begin() + int64_t(experts) * F * L / 2));
+  for (int i = 0; i < sets; ++i)
+    gu.emplace_back(codes), dn.emplace_back(std::vector<uint8_t>(codes.begin(), codes.begin() + int64_t(experts) * F * L / 2));
   std::vector<int> gather, where;
   for (int i = 0; i < rows; ++i) gather.push_back(int(rng.next() % tokens));
   for (int i = 0; i < tokens * 16; ++i) where.push_back(std::min(i, rows - 1));
@@ -174,8 +182,10 @@ void time(const char* name, int experts, const std::vector<int>& counts, int set
   for (int kind = 0; kind < (stream ? 2 : 1); ++kind) {
     bool s = stream && kind == 0;
     auto run = [&](int i, cudaStream_t st) {
-      cuda::ExpertProductArgs a{x.data, ga.data, b.data, ac.data, gu[i % sets].data, gs.data, experts, int(active.size()), rows, 2 * F, L, true, 4, 25, nullptr, h.data};
-      cuda::ExpertProductArgs c{h.data, nullptr, b.data, ac.data, dn[i % sets].data, ds.data, experts, int(active.size()), rows, L, F, false, 4, 25, we.data, y.data};
+      cuda::ExpertProductArgs a{x.data, ga.data, b.data, ac.data, gu[i % sets].data, gs.data, experts, int(active.size()), rows, 2 * F,
+                                L,      true,    4,      25,      nullptr,           h.data};
+      cuda::ExpertProductArgs c{h.data, nullptr, b.data, ac.data, dn[i % sets].data, ds.data, experts, int(active.size()), rows, L,
+                                F,      false,   4,      25,      we.data,           y.data};
       launched(s ? expert_stream(a, st) : expert_product(a, st));
       launched(s ? expert_stream(c, st) : expert_product(c, st));
       launched(cuda::expert_combine({y.data, wh.data, tokens, 16, L, norm.data, 1e-5f, out.data}, st));
@@ -200,8 +210,10 @@ int main(int argc, char** argv) {
     time("56 experts, 896 rows", 56, counts, 1, 234);
   }
   if (argc > 1 && !std::strcmp(argv[1], "profile")) {
-    if (argc > 2) time("56 experts, 56 rows", 56, std::vector<int>(56, 1), 1, 146);
-    else time("56 experts, 146 rows each", 56, std::vector<int>(56, 146), 1, 685);
+    if (argc > 2)
+      time("56 experts, 56 rows", 56, std::vector<int>(56, 1), 1, 146);
+    else
+      time("56 experts, 146 rows each", 56, std::vector<int>(56, 146), 1, 685);
   }
   std::printf("%d failures\n", failures);
   return failures != 0;

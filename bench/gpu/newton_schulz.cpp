@@ -7,7 +7,11 @@ using namespace k3::gpu;
 
 namespace {
 
-const float kFive[5][3] = {{3.4445f, -4.7750f, 2.0315f}, {3.4445f, -4.7750f, 2.0315f}, {3.4445f, -4.7750f, 2.0315f}, {3.4445f, -4.7750f, 2.0315f}, {3.4445f, -4.7750f, 2.0315f}};
+const float kFive[5][3] = {{3.4445f, -4.7750f, 2.0315f},
+                           {3.4445f, -4.7750f, 2.0315f},
+                           {3.4445f, -4.7750f, 2.0315f},
+                           {3.4445f, -4.7750f, 2.0315f},
+                           {3.4445f, -4.7750f, 2.0315f}};
 
 std::vector<double> plain(const bf16* g, int n, double safety) {  // (128, n)
   const int D = 128;

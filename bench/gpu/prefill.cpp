@@ -9,13 +9,15 @@ namespace {
 
 void check(int heads, double sharp, bool gated) {
   Rng rng(5);
-  const std::vector<std::pair<int, int>> shapes = {{1, 1}, {5, 5}, {64, 64}, {50, 50}, {128, 128}, {129, 129}, {200, 200}, {1, 300}, {70, 333}, {0, 10}, {127, 255}, {300, 300}};
+  const std::vector<std::pair<int, int>> shapes = {{1, 1},     {5, 5},   {64, 64},  {50, 50}, {128, 128}, {129, 129},
+                                                   {200, 200}, {1, 300}, {70, 333}, {0, 10},  {127, 255}, {300, 300}};
   const int poisoned = 3;  // this sequence is NaN: nobody else may notice
   std::vector<int> qb = {0}, kb = {0};
   int longest = 0;
   for (auto [n, m] : shapes) qb.push_back(qb.back() + n), kb.push_back(kb.back() + m), longest = std::max(longest, n);
   const int64_t nq = qb.back(), nk = kb.back();
-  auto q = gpu::to_bf16(normals(nq * heads * 192, rng, 0, sharp)), kv = gpu::to_bf16(normals(nk * heads * 256, rng)), sh = gpu::to_bf16(normals(nk * 72, rng)), gate = gpu::to_bf16(normals(nq * heads * 128, rng));
+  auto q = gpu::to_bf16(normals(nq * heads * 192, rng, 0, sharp)), kv = gpu::to_bf16(normals(nk * heads * 256, rng)),
+       sh = gpu::to_bf16(normals(nk * 72, rng)), gate = gpu::to_bf16(normals(nq * heads * 128, rng));
   for (int64_t i = kb[poisoned] * heads * 256; i < kb[poisoned + 1] * heads * 256; ++i) kv[i] = bf16{0x7fff};
   std::vector<double> right(nq * heads * 128, 0.), lse(nq * heads), raw(nq * heads * 128, 0.);
   const double scale = 1 / std::sqrt(192.);
@@ -29,7 +31,8 @@ void check(int heads, double sharp, bool gated) {
         for (int j = 0; j < see; ++j) {
           const int64_t k = kb[s] + j;
           double x = 0;
-          for (int c = 0; c < 192; ++c) x += double(to_float(q[(row * heads + h) * 192 + c])) * to_float(c < 128 ? kv[(k * heads + h) * 256 + c] : sh[k * 72 + c - 128]);
+          for (int c = 0; c < 192; ++c)
+            x += double(to_float(q[(row * heads + h) * 192 + c])) * to_float(c < 128 ? kv[(k * heads + h) * 256 + c] : sh[k * 72 + c - 128]);
           p[j] = x * scale, top = std::max(top, p[j]);
         }
         for (double& x : p) sum += x = std::exp(x - top);
@@ -43,8 +46,13 @@ void check(int heads, double sharp, bool gated) {
   Buffer<bf16> dq(q), dkv(kv), dsh(sh), dg(gate), o(nq * heads * 128);
   Buffer<float> dl(nq * heads), dr(nq * heads * 128);
   Buffer<int> dqb(qb), dkb(kb);
-  cuda::PrefillArgs a{dq.data, dkv.data, dkv.data + 128, dsh.data, heads * 192, heads * 256, 256, 72, heads * 128, dqb.data, dkb.data, int(shapes.size()), heads, longest, nq, nk, float(scale),
-                      gated ? dg.data : nullptr, o.data, dl.data, dr.data};
+  cuda::PrefillArgs a{dq.data,  dkv.data,     dkv.data + 128,
+                      dsh.data, heads * 192,  heads * 256,
+                      256,      72,           heads * 128,
+                      dqb.data, dkb.data,     int(shapes.size()),
+                      heads,    longest,      nq,
+                      nk,       float(scale), gated ? dg.data : nullptr,
+                      o.data,   dl.data,      dr.data};
   launched(prefill_forward(a, nullptr));
   GPU(cudaDeviceSynchronize());
   auto first = o.download();
@@ -66,13 +74,18 @@ void check(int heads, double sharp, bool gated) {
 void time(int sequences, int tokens, int heads, double floor, bool gated) {
   Rng rng(6);
   const int64_t N = int64_t(sequences) * tokens;
-  Buffer<bf16> q(many_normals(N * heads * 192, rng)), kv(many_normals(N * heads * 256, rng)), sh(many_normals(N * 64, rng)), gate(many_normals(N * heads * 128, rng)), o(N * heads * 128);
+  Buffer<bf16> q(many_normals(N * heads * 192, rng)), kv(many_normals(N * heads * 256, rng)), sh(many_normals(N * 64, rng)),
+      gate(many_normals(N * heads * 128, rng)), o(N * heads * 128);
   Buffer<float> lse(N * heads);
   std::vector<int> begins;
   for (int i = 0; i <= sequences; ++i) begins.push_back(i * tokens);
   Buffer<int> b(begins);
-  cuda::PrefillArgs a{q.data, kv.data, kv.data + 128, sh.data, heads * 192, heads * 256, 256, 64, heads * 128, b.data, b.data, sequences, heads, tokens, N, N, 0.0722f, gated ? gate.data : nullptr, o.data, lse.data, nullptr};
-  report("MLA prefill, " + std::to_string(sequences) + " x " + std::to_string(tokens) + ", " + std::to_string(heads) + " heads" + (gated ? ", gated" : ""), time_us([&](int, cudaStream_t s) { launched(prefill_forward(a, s)); }, 1, 20), floor);
+  cuda::PrefillArgs a{q.data, kv.data,  kv.data + 128, sh.data, heads * 192, heads * 256, 256, 64,      heads * 128,
+                      b.data, b.data,   sequences,     heads,   tokens,      N,           N,   0.0722f, gated ? gate.data : nullptr,
+                      o.data, lse.data, nullptr};
+  report("MLA prefill, " + std::to_string(sequences) + " x " + std::to_string(tokens) + ", " + std::to_string(heads) + " heads" +
+             (gated ? ", gated" : ""),
+         time_us([&](int, cudaStream_t s) { launched(prefill_forward(a, s)); }, 1, 20), floor);
 }
 
 }  // namespace

@@ -60,7 +60,9 @@ void run(const EvalFlags& f) {
   const bool terminal = isatty(STDERR_FILENO);
   const auto start = std::chrono::steady_clock::now();
   auto last = start;
-  EvalOptions options{.sequence_length = f.sequence_length ? f.sequence_length : training ? training->options.sequence_length : 2048,
+  EvalOptions options{.sequence_length = f.sequence_length ? f.sequence_length
+                                         : training        ? training->options.sequence_length
+                                                           : 2048,
                       .tokens_at_once = f.tokens_at_once};
   Evaluation e = evaluate(model, file, documents, tokenizer, options, [&](int64_t done, int64_t of) {
     auto now = std::chrono::steady_clock::now();
@@ -71,8 +73,8 @@ void run(const EvalFlags& f) {
                s * double(of - done) / double(done), terminal ? "" : "\n");
   });
   if (terminal) fmt::print(stderr, "\r\033[K");
-  fmt::print("{} | loss {:.6f} nats a token | {:.6f} bits per byte | {} tokens for {} bytes in {} documents, pieces of at most {} tokens\n", folder, e.loss,
-             e.bits_per_byte, e.tokens, e.bytes, documents.size(), options.sequence_length);
+  fmt::print("{} | loss {:.6f} nats a token | {:.6f} bits per byte | {} tokens for {} bytes in {} documents, pieces of at most {} tokens\n", folder,
+             e.loss, e.bits_per_byte, e.tokens, e.bytes, documents.size(), options.sequence_length);
 }
 
 }  // namespace

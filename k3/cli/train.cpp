@@ -27,8 +27,10 @@ class Screen {
     const auto now = Clock::now();
     if (now - last_ < std::chrono::seconds(terminal_ ? 1 : 10)) return;
     last_ = now;
-    if (terminal_) fmt::print(stderr, "\r\033[K{}", text), shown_ = true;
-    else fmt::print(stderr, "{}\n", text);
+    if (terminal_)
+      fmt::print(stderr, "\r\033[K{}", text), shown_ = true;
+    else
+      fmt::print(stderr, "{}\n", text);
     std::fflush(stderr);
   }
   void clear() {

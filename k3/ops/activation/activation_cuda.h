@@ -12,7 +12,7 @@ struct SituArgs {
   bool wide;
   void* y;
   const void* dy;
-  void *dgate, *dup;      // written
+  void *dgate, *dup;  // written
 };
 const char* situ_forward(const SituArgs&, void* stream);
 const char* situ_backward(const SituArgs&, void* stream);

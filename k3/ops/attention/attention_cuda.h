@@ -9,19 +9,19 @@ namespace k3::cuda {
 constexpr int kLatent = 512, kLatentRow = 576, kPageTokens = 64;
 
 struct LatentDecodeArgs {
-  const void* q;               // (rows, H, 576) bf16
-  int64_t q_stride;            // of a row, in elements; heads lie 576 apart
-  const void* pages;           // (pages, 64, 576) bf16
+  const void* q;      // (rows, H, 576) bf16
+  int64_t q_stride;   // of a row, in elements; heads lie 576 apart
+  const void* pages;  // (pages, 64, 576) bf16
   int64_t page_count;
-  const int* table;            // (rows, table_stride) pages of each row's sequence, in order; entries past its length are not read
+  const int* table;  // (rows, table_stride) pages of each row's sequence, in order; entries past its length are not read
   int table_stride;
-  const int* lengths;          // (rows) keys that a row sees
-  int rows, heads;             // heads <= 96
-  int longest;                 // at least the largest length: sizes the grid
+  const int* lengths;  // (rows) keys that a row sees
+  int rows, heads;     // heads <= 96
+  int longest;         // at least the largest length: sizes the grid
   float scale;
-  int split_pages;             // pages a block takes; a row's bits depend on it and on the row's own length, on nothing else of the batch
-  float* partial;              // latent_decode_workspace() floats; may be null when longest <= 64 * split_pages
-  void* out;                   // (rows, H, 512) bf16
+  int split_pages;  // pages a block takes; a row's bits depend on it and on the row's own length, on nothing else of the batch
+  float* partial;   // latent_decode_workspace() floats; may be null when longest <= 64 * split_pages
+  void* out;        // (rows, H, 512) bf16
 };
 // Splits of one row of `longest` keys; floats of workspace for the whole call; and a split size that fills `multiprocessors` for equal lengths.
 constexpr int latent_decode_splits(int longest, int split_pages) { return (longest + kPageTokens * split_pages - 1) / (kPageTokens * split_pages); }
@@ -33,18 +33,18 @@ const char* latent_decode(const LatentDecodeArgs&, void* stream);
 
 // ---- prefill and training: 192 = 128 content + 64 shared by all heads, values 128 ---------------------------------------------------------------
 struct PrefillArgs {
-  const void* q;                                  // (Nq, H, 192) bf16
-  const void *k, *v;                              // (Nk, H, 128) bf16, slices of one tensor or not
-  const void* shared;                             // (Nk, 64) bf16: the last 64 key columns of every head
+  const void* q;                                                            // (Nq, H, 192) bf16
+  const void *k, *v;                                                        // (Nk, H, 128) bf16, slices of one tensor or not
+  const void* shared;                                                       // (Nk, 64) bf16: the last 64 key columns of every head
   int64_t q_stride, kv_stride, kv_head_stride, shared_stride, gate_stride;  // elements, multiples of 8
-  const int *q_begins, *k_begins;                 // (sequences + 1), on the device; query i of n sees the keys up to i + (keys - n)
-  int sequences, heads, longest_q;                // longest_q: at least the largest number of queries
+  const int *q_begins, *k_begins;   // (sequences + 1), on the device; query i of n sees the keys up to i + (keys - n)
+  int sequences, heads, longest_q;  // longest_q: at least the largest number of queries
   int64_t q_rows, k_rows;
   float scale;
-  const void* gate;                               // (Nq, H*128) bf16 logits, or null: o is multiplied by their sigmoid
-  void* o;                                        // (Nq, H, 128) bf16
-  float* lse;                                     // (H, Nq) natural logarithm of the sum of exponentials; null: not wanted
-  float* raw;                                     // (Nq, H, 128) o before the gate; null: not wanted
+  const void* gate;  // (Nq, H*128) bf16 logits, or null: o is multiplied by their sigmoid
+  void* o;           // (Nq, H, 128) bf16
+  float* lse;        // (H, Nq) natural logarithm of the sum of exponentials; null: not wanted
+  float* raw;        // (Nq, H, 128) o before the gate; null: not wanted
 };
 const char* prefill_forward(const PrefillArgs&, void* stream);
 

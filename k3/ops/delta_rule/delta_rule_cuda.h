@@ -34,25 +34,25 @@ struct DeltaChunkArgs {
   float* state_out;       // (slots, H, K, V); may be state_in; null: not wanted
   const int* slots;       // (sequences) slot of each sequence; null: sequence i has slot i; negative: starts empty, leaves nothing
   // for the backward; null: not wanted
-  void* snapshots;            // (chunks of all sequences, H, V, K) bf16: the memory entering each chunk of 32 tokens
-  void* u;                    // (N, H, 128) bf16: what was written, times the norm factor of k
-  const int* chunk_begins;    // (sequences + 1) first chunk of each sequence, on the device
+  void* snapshots;          // (chunks of all sequences, H, V, K) bf16: the memory entering each chunk of 32 tokens
+  void* u;                  // (N, H, 128) bf16: what was written, times the norm factor of k
+  const int* chunk_begins;  // (sequences + 1) first chunk of each sequence, on the device
 };
 const char* delta_chunk_forward(const DeltaChunkArgs&, void* stream);
 
 // Gradients of the chunk kernel with a bounded gate, for the raw inputs q, k, v, x, b and the gate's parameters. All are written, but dA_log and
 // ddt_bias, which are added to. Fixed order: two runs give the same bits.
 struct DeltaBackwardArgs {
-  DeltaChunkArgs forward;     // as it was called, with snapshots, u and chunk_begins (needed also for one sequence)
-  int chunks;                 // chunk_begins[sequences]
-  const void* d_o;            // (N, H, 128) bf16, dense
-  const float* d_state;       // (sequences, H, K, V) gradient of the final memories; null: zero
-  void *dq, *dk, *dv, *dx;    // (N, H, 128) bf16, dense
-  void* db;                   // (N, H) bf16
-  float* d_state_in;          // (sequences, H, K, V); null: not wanted
-  float *dA_log, *ddt_bias;   // (H), (H*128)
-  void* d_snapshots;          // workspace: (chunks, H, V, K) bf16
-  float* partial;             // workspace: delta_backward_partial() floats
+  DeltaChunkArgs forward;    // as it was called, with snapshots, u and chunk_begins (needed also for one sequence)
+  int chunks;                // chunk_begins[sequences]
+  const void* d_o;           // (N, H, 128) bf16, dense
+  const float* d_state;      // (sequences, H, K, V) gradient of the final memories; null: zero
+  void *dq, *dk, *dv, *dx;   // (N, H, 128) bf16, dense
+  void* db;                  // (N, H) bf16
+  float* d_state_in;         // (sequences, H, K, V); null: not wanted
+  float *dA_log, *ddt_bias;  // (H), (H*128)
+  void* d_snapshots;         // workspace: (chunks, H, V, K) bf16
+  float* partial;            // workspace: delta_backward_partial() floats
 };
 constexpr int64_t delta_backward_partial(int64_t chunks, int heads) { return chunks * heads * 2 * kDeltaHead; }
 const char* delta_chunk_backward(const DeltaBackwardArgs&, void* stream);
@@ -76,7 +76,7 @@ struct DeltaStepArgs {
   float eps;
   void* y;  // (rows, H*128) bf16
   int rows, heads;
-  bool chained;               // start while the kernel in front still runs; these slots, windows and weights must be older than that kernel
+  bool chained;  // start while the kernel in front still runs; these slots, windows and weights must be older than that kernel
 };
 const char* delta_step(const DeltaStepArgs&, void* stream);
 

@@ -22,29 +22,29 @@ struct Mxfp4PackArgs {
 const char* mxfp4_pack(const Mxfp4PackArgs&, void* stream);
 
 struct ExpertProductArgs {
-  const void* x;                   // (tokens, K) bf16
-  const int* gather;               // (rows) token of each row; null: row i is token i
-  const int* begins;               // (experts + 1)
-  const int* active;               // (actives) experts with rows, negative entries are skipped; the streaming kernel only
+  const void* x;      // (tokens, K) bf16
+  const int* gather;  // (rows) token of each row; null: row i is token i
+  const int* begins;  // (experts + 1)
+  const int* active;  // (actives) experts with rows, negative entries are skipped; the streaming kernel only
   const uint8_t *packed, *packed_scales;
   int experts, actives, rows, R, K;  // R = rows of the packed matrix
-  bool situ;                       // result (rows, R/2) = situ_glu(gate, up); else (rows, R) = product * weight
-  float beta, linear_beta;         // SiTU: beta tanh(g / beta) sigmoid(g) * linear_beta tanh(u / linear_beta)
-  const float* weight;             // (rows) or null
-  void* y;                         // bf16
+  bool situ;                         // result (rows, R/2) = situ_glu(gate, up); else (rows, R) = product * weight
+  float beta, linear_beta;           // SiTU: beta tanh(g / beta) sigmoid(g) * linear_beta tanh(u / linear_beta)
+  const float* weight;               // (rows) or null
+  void* y;                           // bf16
 };
 const char* expert_stream(const ExpertProductArgs&, void* stream);   // up to 8 rows an expert at weight-streaming speed (more: read again)
 const char* expert_product(const ExpertProductArgs&, void* stream);  // any number of rows
 
 // y (tokens, d) = sum over slots k of rows[where[t * top + k]]; then, with norm, y rms_norm(y; norm, eps). float32 sums in slot order.
 struct ExpertCombineArgs {
-  const void* rows;   // (rows, d) bf16, already weighted
-  const int* where;   // (tokens, top)
+  const void* rows;  // (rows, d) bf16, already weighted
+  const int* where;  // (tokens, top)
   int64_t tokens;
   int top, d;         // d a multiple of 8, at most 8192
   const float* norm;  // (d) or null
   float eps;
-  void* y;            // (tokens, d) bf16
+  void* y;  // (tokens, d) bf16
 };
 const char* expert_combine(const ExpertCombineArgs&, void* stream);
 
