@@ -30,6 +30,13 @@ set(K3_ISA_plain  "")
 set(K3_ISA_avx2   -mavx2 -mfma -mf16c -mbmi2)
 set(K3_ISA_avx512 -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx2 -mfma -mf16c -mbmi2 -mprefer-vector-width=512)
 
+# Kernels are always optimised: an unoptimised inline function of a wide level could become everybody's copy. Under sanitizers a little only:
+# their checks of every vector lane take the compiler minutes at -O3.
+set(K3_KERNEL_OPTIMISATION -O3)
+if(K3_SANITIZE)
+  set(K3_KERNEL_OPTIMISATION -O1)
+endif()
+
 include(GoogleTest)
 find_package(GTest REQUIRED)
 enable_testing()
@@ -69,9 +76,7 @@ function(k3_layer name)
   if(kernels)
     foreach(isa plain avx2 avx512)
       add_library(k3_${name}_${isa} OBJECT ${kernels})
-      # always optimised: an unoptimised inline function of a wide level could become everybody's copy
-      # (little under sanitizers, whose checks of every vector lane take the compiler minutes at -O3)
-      target_compile_options(k3_${name}_${isa} PRIVATE ${K3_ISA_${isa}} $<IF:$<BOOL:${K3_SANITIZE}>,-O1,-O3> -ffp-contract=fast)
+      target_compile_options(k3_${name}_${isa} PRIVATE ${K3_ISA_${isa}} ${K3_KERNEL_OPTIMISATION} -ffp-contract=fast)
       target_compile_definitions(k3_${name}_${isa} PRIVATE K3_ISA=${isa} K3_ISA_${isa}=1)
       target_link_libraries(k3_${name}_${isa} PRIVATE k3_warnings fmt::fmt)
       target_sources(k3_${name} PRIVATE $<TARGET_OBJECTS:k3_${name}_${isa}>)
