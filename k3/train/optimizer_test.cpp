@@ -129,6 +129,22 @@ TEST(optimizer, the_norm_is_that_of_all_gradients_whatever_the_groups) {
   EXPECT_NEAR(first, std::sqrt(squares), 1e-9 * first);
 }
 
+// Without gradients only decay moves a weight: matrices, embedding, head and b_proj shrink by lr * decay, vectors and the router bias stay.
+TEST(optimizer, decay_reaches_matrices_and_rows_but_no_vector) {
+  for (const char* kind : {"muon_per_head", "muon", "adamw"}) {
+    Rig r(kind);
+    r.options.weight_decay = 0.5;
+    r.model.params().zero_grads();
+    for (Param& p : r.model.params().all()) p.value.f32()[0] = 1;
+    Optimizer o(r.model.params(), r.options);
+    o.step(r.context, 0.5);
+    for (const Param& p : r.model.params().all()) {
+      const bool decays = p.role.kind == Role::Kind::matrix || p.role.kind == Role::Kind::scalar_row;
+      EXPECT_EQ(p.value.f32()[0], decays ? 0.75f : 1.0f) << kind << " " << p.name;
+    }
+  }
+}
+
 // Clipping scales what AdamW's moments see: m = (1 - beta1) g after one step.
 TEST(optimizer, clips_to_the_global_norm) {
   for (double clip : {0.0, 1.0, 1e6}) {

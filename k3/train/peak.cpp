@@ -12,7 +12,7 @@ namespace k3 {
 double measured_peak_flops(double seconds) {
   using Clock = std::chrono::steady_clock;
   auto since = [](Clock::time_point t) { return std::chrono::duration<double>(Clock::now() - t).count(); };
-  constexpr int64_t n = 1024;
+  constexpr int64_t n = 768;
   std::vector<float> a(size_t(n * n), 0.5f), b(size_t(n * n), 0.25f), c(size_t(n * n));
   double best = 0;
   for (const auto start = Clock::now(); best == 0 || since(start) < seconds;) {

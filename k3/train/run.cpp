@@ -236,7 +236,7 @@ void train(const RunRequest& request, const RunEvents& events) {
     events.line("optimizer: " + optimizer_split.substr(at, end - at));
     at = end + 1;
   }
-  const double peak = measured_peak_flops();
+  const double peak = measured_peak_flops(request.calibration_seconds);
   events.line(fmt::format("machine: {:.1f} GFLOP/s in a plain matrix product", peak / 1e9));
   if (newest) events.line(fmt::format("going on from step {} of {}", state.step, options.steps));
 

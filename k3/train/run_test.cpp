@@ -25,7 +25,9 @@ struct Place {
     put(folder / "config.json", testing::tiny_config().dump());
     put(folder / "data/text", testing::tiny_text());
   }
-  RunRequest request(Mode mode = Mode::start, const std::string& out = "out") const { return {folder / "config.json", {}, {folder / "data"}, folder / out, mode}; }
+  RunRequest request(Mode mode = Mode::start, const std::string& out = "out") const {
+    return {folder / "config.json", {}, {folder / "data"}, folder / out, mode, 0};
+  }
   // Runs, and stops after `steps` more steps if that is less than all.
   void go(const RunRequest& r, int steps = 1000) {
     said.clear();
@@ -53,7 +55,7 @@ TEST(run, resumed_run_is_bitwise_equal) {
   p.go(p.request(Mode::start, "straight"));
   p.go(p.request(), 3);
   EXPECT_THAT(p.said, HasSubstr("stopped after step 3 of 8"));
-  RunRequest bare{"", {}, {}, p.folder / "out", Mode::resume};  // all it needs is in the folder
+  RunRequest bare{"", {}, {}, p.folder / "out", Mode::resume, 0};  // all it needs is in the folder
   p.go(bare, 2);
   EXPECT_THAT(p.said, HasSubstr("going on from step 3 of 8"));
   p.go(p.request(Mode::resume_or_start));
@@ -144,7 +146,7 @@ TEST(run, a_lost_token_file_is_made_anew_from_the_same_data_only) {
   p.go(p.request(Mode::start, "straight"));
   p.go(p.request(), 3);
   put(p.out("tokens.bin"), "damaged");
-  RunRequest bare{"", {}, {}, p.folder / "out", Mode::resume};
+  RunRequest bare{"", {}, {}, p.folder / "out", Mode::resume, 0};
   EXPECT_THAT([&] { p.go(bare); }, throws_error("name the data again with --data"));
   put(p.folder / "data/text", testing::tiny_text(40, 2));
   EXPECT_THAT([&] { p.go(p.request(Mode::resume)); }, throws_error("is not the data that this run began with"));
