@@ -12,9 +12,9 @@ for f in "$text"/*; do
 done
 $k3 train configs/demo.json --data "${files[@]}" --out "$out" --resume-or-start
 echo
-for seed in 1 2 3; do
-  echo "--- sample $seed"
-  $k3 generate "$out" --prompt "" --temperature 0.8 --top-p 0.95 --seed $seed --max-tokens 200 2>/dev/null
+for prompt in "Q:" "The trouble with" "A computer"; do
+  echo "---"
+  $k3 generate "$out" --prompt "$prompt" --temperature 0.7 --top-p 0.95 --max-tokens 120 2>/dev/null
 done
 cat <<EOF
 
