@@ -13,10 +13,10 @@ namespace k3 {
 class Balance {
  public:
   Balance(Model& model, const TrainOptions& options);
-  void begin_step();                     // forgets the step before
-  std::vector<double> load() const;      // of each MoE layer: the fullest expert's tokens over the mean
-  void update_bias();                    // for the next step
-  int64_t clip(Context& c);              // QK-clip; returns how many heads were scaled
+  void begin_step();                 // forgets the step before
+  std::vector<double> load() const;  // of each MoE layer: the fullest expert's tokens over the mean
+  void update_bias();                // for the next step
+  int64_t clip(Context& c);          // QK-clip; returns how many heads were scaled
   const std::vector<int64_t>& moe_layers() const { return moe_layers_; }
 
  private:

@@ -23,7 +23,7 @@ constexpr size_t kBlock = size_t(1) << 20;
 constexpr size_t kSlice = 400000;  // characters that the published tokenizer looks at together (tokenizer/pieces.h)
 
 Source stat_of(const std::string& path) {
-  struct stat st{};
+  struct stat st {};
   K3_CHECK(stat(path.c_str(), &st) == 0, "[data] cannot read {}: {}", path, std::strerror(errno));
   return {path, uint64_t(st.st_size), int64_t(st.st_mtim.tv_sec) * 1000000000 + st.st_mtim.tv_nsec, 0};
 }
@@ -168,15 +168,19 @@ void read_documents(std::vector<Source>& sources, const std::string& separator, 
       s.checksum = checksum(block.data(), block.size(), s.checksum);
       if (block.empty()) break;
       size += block.size();
-      if (separator.empty()) slices.add(block);
-      else lines.add(block);
+      if (separator.empty())
+        slices.add(block);
+      else
+        lines.add(block);
       if (sink.progress) sink.progress(done + size);
     }
-    if (separator.empty()) slices.end();
-    else lines.end();
+    if (separator.empty())
+      slices.end();
+    else
+      lines.end();
     Source after = stat_of(s.path);
-    K3_CHECK(size == s.bytes && after.bytes == s.bytes && after.modified == s.modified, "[data] {} changed while it was read ({} bytes at first, {} now); run again",
-             s.path, s.bytes, after.bytes);
+    K3_CHECK(size == s.bytes && after.bytes == s.bytes && after.modified == s.modified,
+             "[data] {} changed while it was read ({} bytes at first, {} now); run again", s.path, s.bytes, after.bytes);
     done += size;
   }
 }

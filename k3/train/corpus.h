@@ -10,10 +10,10 @@
 namespace k3 {
 
 struct Source {
-  std::string path;            // absolute
+  std::string path;  // absolute
   uint64_t bytes = 0;
-  int64_t modified = 0;        // nanoseconds
-  uint64_t checksum = 0;       // of the content; known once it was read
+  int64_t modified = 0;   // nanoseconds
+  uint64_t checksum = 0;  // of the content; known once it was read
 };
 
 // The regular files among `paths` and below the folders among them, each folder's in order of name. Files below `except` (the run's own

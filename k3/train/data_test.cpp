@@ -99,7 +99,11 @@ TEST(corpus, a_file_that_changes_while_it_is_read_is_an_error) {
   put(folder / "text", "before");
   auto sources = list_sources({folder / "text"});
   put(folder / "text", "before and after");
-  EXPECT_THAT([&] { read_documents(sources, "", {[](std::string_view) {}, [] {}, {}}); }, throws_error("text changed while it was read (6 bytes at first, 16 now)"));
+  EXPECT_THAT(
+      [&] {
+        read_documents(sources, "", {[](std::string_view) {}, [] {}, {}});
+      },
+      throws_error("text changed while it was read (6 bytes at first, 16 now)"));
 }
 
 TEST(token_file, ids_above_65535_come_back) {
@@ -196,7 +200,8 @@ struct Data {
   TemporaryFolder folder;
   TokenFile file;
   Split split;
-  explicit Data(int documents = 40) : file(tokens_of(folder, testing::tiny_text(documents), "%", Tokenizer::bytes())), split(split_documents(file, 0.2)) {}
+  explicit Data(int documents = 40)
+      : file(tokens_of(folder, testing::tiny_text(documents), "%", Tokenizer::bytes())), split(split_documents(file, 0.2)) {}
 };
 
 bool same(const TokenBatch& a, const TokenBatch& b) {

@@ -28,12 +28,12 @@ class Optimizer {
   };
   Result step(Context& c, double learning_rate);
 
-  std::string split() const;                   // "muon 84 tensors: ...; adamw with decay ..."; names with their numbers folded
+  std::string split() const;  // "muon 84 tensors: ...; adamw with decay ..."; names with their numbers folded
   int64_t muon_tensors() const { return int64_t(muon_.size()); }
   int64_t muon_blocks() const;
-  std::vector<NamedTensor> moments() const;    // names: muon.<parameter>, adamw.m.<parameter>, adamw.v.<parameter>
-  void load_moments(const Snapshot& from);     // each must be there with its shape, and none too many
-  int64_t updates = 0;                         // made so far; AdamW's t is one more
+  std::vector<NamedTensor> moments() const;  // names: muon.<parameter>, adamw.m.<parameter>, adamw.v.<parameter>
+  void load_moments(const Snapshot& from);   // each must be there with its shape, and none too many
+  int64_t updates = 0;                       // made so far; AdamW's t is one more
 
  private:
   struct Muon {

@@ -48,9 +48,12 @@ double tick_step(double span, int count) {
 std::string escaped(const std::string& s) {
   std::string out;
   for (char c : s) {
-    if (c == '<') out += "&lt;";
-    else if (c == '&') out += "&amp;";
-    else out += c;
+    if (c == '<')
+      out += "&lt;";
+    else if (c == '&')
+      out += "&amp;";
+    else
+      out += c;
   }
   return out;
 }
@@ -71,11 +74,12 @@ std::string chart(const std::string& title, const std::string& note, std::vector
   y0 = std::floor(y0 / step_y) * step_y, y1 = std::ceil(y1 / step_y) * step_y;
   auto px = [&](double x) { return left + (x - x0) / (x1 - x0) * (W - left - right); };
   auto py = [&](double y) { return H - bottom - (y - y0) / (y1 - y0) * (H - top - bottom); };
-  std::string svg = fmt::format("<figure><figcaption><b>{}</b> {}</figcaption><svg viewBox=\"0 0 {} {}\" role=\"img\" aria-label=\"{}\">", escaped(title),
-                                escaped(note), W, H, escaped(title));
+  std::string svg = fmt::format("<figure><figcaption><b>{}</b> {}</figcaption><svg viewBox=\"0 0 {} {}\" role=\"img\" aria-label=\"{}\">",
+                                escaped(title), escaped(note), W, H, escaped(title));
   for (double y = y0; y <= y1 + 1e-6 * step_y; y += step_y)
-    svg += fmt::format("<line class=\"grid\" x1=\"{}\" x2=\"{}\" y1=\"{:.1f}\" y2=\"{:.1f}\"/><text x=\"{}\" y=\"{:.1f}\" text-anchor=\"end\">{:.6g}</text>",
-                       left, W - right, py(y), py(y), left - 6, py(y) + 4, std::abs(y) < 1e-9 * step_y ? 0.0 : y);
+    svg += fmt::format(
+        "<line class=\"grid\" x1=\"{}\" x2=\"{}\" y1=\"{:.1f}\" y2=\"{:.1f}\"/><text x=\"{}\" y=\"{:.1f}\" text-anchor=\"end\">{:.6g}</text>", left,
+        W - right, py(y), py(y), left - 6, py(y) + 4, std::abs(y) < 1e-9 * step_y ? 0.0 : y);
   for (double x = std::ceil(x0 / step_x) * step_x; x <= x1; x += step_x)
     svg += fmt::format("<text x=\"{:.1f}\" y=\"{}\" text-anchor=\"middle\">{:.6g}</text>", px(x), H - 10, x);
   for (const Series& s : series) {
@@ -84,8 +88,8 @@ std::string chart(const std::string& title, const std::string& note, std::vector
     svg += fmt::format("<polyline points=\"{}\" stroke=\"{}\"><title>{}</title></polyline>", path, s.color, escaped(s.name));
     if (s.dots || s.points.size() == 1)
       for (const Point& p : s.points)
-        svg += fmt::format("<circle cx=\"{:.1f}\" cy=\"{:.1f}\" r=\"3\" fill=\"{}\"><title>{}, step {:.0f}: {:.5g}</title></circle>", px(p.x), py(p.y),
-                           s.color, escaped(s.name), p.x, p.y);
+        svg += fmt::format("<circle cx=\"{:.1f}\" cy=\"{:.1f}\" r=\"3\" fill=\"{}\"><title>{}, step {:.0f}: {:.5g}</title></circle>", px(p.x),
+                           py(p.y), s.color, escaped(s.name), p.x, p.y);
   }
   svg += "</svg><p class=\"legend\">";
   for (const Series& s : series)
@@ -129,7 +133,8 @@ polyline {{ fill: none; stroke-width: 1.6; stroke-linejoin: round; }}
 void write_report(const std::string& metrics_path, const std::string& page_path, const std::string& title) {
   Series loss{"trained on", "hsl(215 75% 52%)", {}}, held{"held out", "hsl(25 85% 52%)", {}, true};
   Series bits{"trained on", "hsl(215 75% 52%)", {}}, held_bits{"held out", "hsl(25 85% 52%)", {}, true};
-  Series rate{"learning rate", "hsl(265 60% 58%)", {}}, norm{"gradient norm", "hsl(160 60% 40%)", {}}, speed{"tokens a second", "hsl(190 70% 42%)", {}};
+  Series rate{"learning rate", "hsl(265 60% 58%)", {}}, norm{"gradient norm", "hsl(160 60% 40%)", {}},
+      speed{"tokens a second", "hsl(190 70% 42%)", {}};
   std::vector<Series> load;
   std::map<int64_t, Series> keep, open;
   json last, last_held;
@@ -171,8 +176,8 @@ void write_report(const std::string& metrics_path, const std::string& page_path,
   std::string page = fmt::format(fmt::runtime(kHead), escaped(title));
   if (last.is_object()) {
     auto number = [](const json& j, const char* key) { return j.contains(key) && j[key].is_number() ? j[key].get<double>() : NAN; };
-    page += fmt::format("<p class=\"sum\">step <b>{}</b>, {} tokens seen; loss <b>{:.4f}</b>, <b>{:.4f}</b> bits per byte", last["step"].get<int64_t>(),
-                        last.value("tokens_seen", int64_t(0)), number(last, "loss"), number(last, "bits_per_byte"));
+    page += fmt::format("<p class=\"sum\">step <b>{}</b>, {} tokens seen; loss <b>{:.4f}</b>, <b>{:.4f}</b> bits per byte",
+                        last["step"].get<int64_t>(), last.value("tokens_seen", int64_t(0)), number(last, "loss"), number(last, "bits_per_byte"));
     if (last_held.is_object())
       page += fmt::format("; held out at step {}: <b>{:.4f}</b>, <b>{:.4f}</b> bits per byte", last_held["step"].get<int64_t>(),
                           number(last_held, "held_out_loss"), number(last_held, "held_out_bits_per_byte"));

@@ -47,7 +47,8 @@ std::vector<std::string> differences(const Config& before, const Config& now) {
   std::vector<std::string> list;
   auto name = [](const std::string& pointer) { return pointer.starts_with("/text_config/") ? pointer.substr(13) : pointer.substr(1); };
   for (const auto& [key, value] : a.items())
-    if (!b.contains(key) || b[key] != value) list.push_back(fmt::format("{} was {}, is {}", name(key), value.dump(), b.contains(key) ? b[key].dump() : "absent"));
+    if (!b.contains(key) || b[key] != value)
+      list.push_back(fmt::format("{} was {}, is {}", name(key), value.dump(), b.contains(key) ? b[key].dump() : "absent"));
   for (const auto& [key, value] : b.items())
     if (!a.contains(key)) list.push_back(fmt::format("{} was absent, is {}", name(key), value.dump()));
   return list;
@@ -76,7 +77,8 @@ BytesDone reading(const RunEvents& events, const char* what) {
   return [&events, what, start = Clock::now()](uint64_t done, uint64_t of) {
     if (!events.progress) return;
     double s = seconds_since(start), rate = double(done) / std::max(1e-9, s);
-    events.progress(fmt::format("{}: {} of {} MB, {:.1f} MB/s, {} left", what, done >> 20, of >> 20, rate / 1e6, duration(double(of - done) / std::max(1.0, rate))));
+    events.progress(fmt::format("{}: {} of {} MB, {:.1f} MB/s, {} left", what, done >> 20, of >> 20, rate / 1e6,
+                                duration(double(of - done) / std::max(1.0, rate))));
   };
 }
 
@@ -93,21 +95,23 @@ TokenFile open_data(const RunRequest& request, const std::string& path, const st
   try {
     file.emplace(path);
     if (file->checksum() != before->data_checksum) file.reset(), problem = "it was made from other data";
-  } catch (const Error& e) {
-    problem = e.what();
-  }
+  } catch (const Error& e) { problem = e.what(); }
   if (file) {
     const std::string changed = sources.empty() ? "" : difference(*file, sources);
-    K3_CHECK(changed.empty(), "[train] the data changed since this run began: {}; put it back, leave out --data to go on with the tokens kept in {}, "
-             "or start a new run with another --out", changed, path);
+    K3_CHECK(changed.empty(),
+             "[train] the data changed since this run began: {}; put it back, leave out --data to go on with the tokens kept in {}, "
+             "or start a new run with another --out",
+             changed, path);
     return std::move(*file);
   }
   K3_CHECK(!sources.empty(), "[train] {} cannot be used: {}; name the data again with --data, and it will be made anew", path, problem);
   const std::string trial = path + ".part";  // beside it: what is there stays until the new one is known to be right
   write_token_file(trial, sources, options.document_separator, tokenizer, reading(events, "tokenising"));
   const bool same = TokenFile(trial).checksum() == before->data_checksum;
-  if (same) fs::rename(trial, path);
-  else fs::remove(trial);
+  if (same)
+    fs::rename(trial, path);
+  else
+    fs::remove(trial);
   K3_CHECK(same, "[train] {} in {} is not the data that this run began with; name the right files, or start a new run with another --out",
            request.data[0], path);
   events.line(fmt::format("data: {} made anew from the same data", path));
@@ -145,16 +149,15 @@ Tokenizer make_tokenizer(const std::string& choice, std::vector<Source> sources,
   uint64_t total = 0;
   for (const Source& s : sources) total += s.bytes;
   auto done = reading(events, "learning the tokenizer");
-  return learn(ranks, [&](const AddText& add) {
-    read_documents(sources, separator, {add, [] {}, [&](uint64_t n) { done(n, total); }});
-  });
+  return learn(ranks, [&](const AddText& add) { read_documents(sources, separator, {add, [] {}, [&](uint64_t n) { done(n, total); }}); });
 }
 
 void train(const RunRequest& request, const RunEvents& events) {
   // 1. What is asked, and whether it fits what is there. Nothing is written before that is known.
   const std::optional<std::string> newest = newest_step(request.out);
   using Mode = RunRequest::Mode;
-  K3_CHECK(request.mode != Mode::start || !newest, "[train] {} holds a run already; add --resume to go on with it, or choose another --out", request.out);
+  K3_CHECK(request.mode != Mode::start || !newest, "[train] {} holds a run already; add --resume to go on with it, or choose another --out",
+           request.out);
   K3_CHECK(request.mode != Mode::resume || newest, "[train] {} holds no checkpoint to go on from; start without --resume", request.out);
   K3_CHECK(newest || !request.config.empty(), "[train] a new run needs a config file");
   std::optional<RunConfig> asked;
@@ -178,8 +181,10 @@ void train(const RunRequest& request, const RunEvents& events) {
       for (const std::string& a : request.assignments) {
         const size_t eq = a.find('=');
         K3_CHECK(eq != std::string::npos, "[config] '{}' is not of the form key=value", a);
-        if (TrainOptions::is_key(a.substr(0, eq))) asked->train.set(a.substr(0, eq), a.substr(eq + 1));
-        else asked->model.set(a);
+        if (TrainOptions::is_key(a.substr(0, eq)))
+          asked->train.set(a.substr(0, eq), a.substr(eq + 1));
+        else
+          asked->model.set(a);
       }
       asked->train.finish();
     }
@@ -249,8 +254,8 @@ void train(const RunRequest& request, const RunEvents& events) {
       state.write(f);
     });
   };
-  const std::string title = fmt::format("{}: {} layers, {} parameters", fs::path(request.out).lexically_normal().filename().string(), run.model.num_hidden_layers,
-                                        thousands(model.params().count()));
+  const std::string title = fmt::format("{}: {} layers, {} parameters", fs::path(request.out).lexically_normal().filename().string(),
+                                        run.model.num_hidden_layers, thousands(model.params().count()));
   auto report = [&] { write_report(folder.file("metrics.jsonl"), folder.file("report.html"), title); };
 
   // 4. The loop.
@@ -263,7 +268,8 @@ void train(const RunRequest& request, const RunEvents& events) {
     return done ? duration(seconds_since(start) / double(done) * double(options.steps - trainer.steps_done())) : std::string("?");
   };
   trainer.on_micro_batch = [&](int64_t done, int64_t of) {
-    if (events.progress) events.progress(fmt::format("step {}/{}, micro-batch {}/{}, {} left", trainer.steps_done() + 1, options.steps, done, of, time_left()));
+    if (events.progress)
+      events.progress(fmt::format("step {}/{}, micro-batch {}/{}, {} left", trainer.steps_done() + 1, options.steps, done, of, time_left()));
   };
   int64_t saved = newest ? state.step : -1;
   bool stopping = false;
@@ -272,9 +278,16 @@ void train(const RunRequest& request, const RunEvents& events) {
     const bool last = step == options.steps, log = last || step == first + 1 || step % options.log_every == 0;
     StepReport r = trainer.step(log);
     const double rate = double(r.tokens) / r.seconds, share = r.flops / r.seconds / peak;
-    json m = {{"step", step}, {"tokens_seen", step * options.batch_tokens}, {"loss", r.loss}, {"bits_per_byte", r.bits_per_byte},
-              {"gradient_norm", r.gradient_norm}, {"learning_rate", r.learning_rate}, {"seconds", r.seconds}, {"tokens_per_second", rate},
-              {"share_of_peak", share}, {"clipped_heads", r.clipped_heads}};
+    json m = {{"step", step},
+              {"tokens_seen", step * options.batch_tokens},
+              {"loss", r.loss},
+              {"bits_per_byte", r.bits_per_byte},
+              {"gradient_norm", r.gradient_norm},
+              {"learning_rate", r.learning_rate},
+              {"seconds", r.seconds},
+              {"tokens_per_second", rate},
+              {"share_of_peak", share},
+              {"clipped_heads", r.clipped_heads}};
     double fullest = 0;
     for (size_t i = 0; i < r.load.size(); ++i) {
       m["load"].push_back({{"layer", trainer.moe_layers()[i]}, {"max_over_mean", r.load[i]}});
@@ -282,14 +295,16 @@ void train(const RunRequest& request, const RunEvents& events) {
     }
     for (const GateHealth& g : r.gates) m["gates"].push_back({{"layer", g.layer}, {"keep", g.keep}, {"open", g.open}});
     if (step == first + 1)
-      events.line(fmt::format("memory: a step was planned to take {:.1f} MB beside weights and moments, and took {:.1f} MB", double(r.forecast_bytes) / 1e6,
-                              double(r.peak_bytes) / 1e6));
+      events.line(fmt::format("memory: a step was planned to take {:.1f} MB beside weights and moments, and took {:.1f} MB",
+                              double(r.forecast_bytes) / 1e6, double(r.peak_bytes) / 1e6));
     if (!r.bad.empty()) {
       ++state.skipped, ++skipped_in_a_row;
       m["skipped"] = r.bad;
       events.line(fmt::format("step {} skipped: the gradient of {} is not finite ({} skipped so far)", step, r.bad, state.skipped));
-      K3_CHECK(skipped_in_a_row < kMostSkippedInARow, "[train] {} steps in a row had gradients that are not finite (first in {}); go on from an earlier "
-               "step folder (write its name into LATEST) or start again with a lower learning_rate", skipped_in_a_row, r.bad);
+      K3_CHECK(skipped_in_a_row < kMostSkippedInARow,
+               "[train] {} steps in a row had gradients that are not finite (first in {}); go on from an earlier "
+               "step folder (write its name into LATEST) or start again with a lower learning_rate",
+               skipped_in_a_row, r.bad);
     } else {
       skipped_in_a_row = 0;
     }
@@ -305,10 +320,10 @@ void train(const RunRequest& request, const RunEvents& events) {
     }
     metrics.add(m.dump());
     if (log || !held.empty())
-      events.line(fmt::format("step {}/{} | loss {:.4f} | {:.4f} bits/byte | norm {:.3f} | lr {:.2e} | {} tokens/s | {:.0f}% of peak{}{} | {} left{}", step,
-                              options.steps, r.loss, r.bits_per_byte, r.gradient_norm, r.learning_rate, thousands(int64_t(rate)), 100 * share,
-                              r.load.empty() ? "" : fmt::format(" | load {:.2f}", fullest), r.clipped_heads ? fmt::format(" | clipped {}", r.clipped_heads) : "",
-                              time_left(), held));
+      events.line(fmt::format("step {}/{} | loss {:.4f} | {:.4f} bits/byte | norm {:.3f} | lr {:.2e} | {} tokens/s | {:.0f}% of peak{}{} | {} left{}",
+                              step, options.steps, r.loss, r.bits_per_byte, r.gradient_norm, r.learning_rate, thousands(int64_t(rate)), 100 * share,
+                              r.load.empty() ? "" : fmt::format(" | load {:.2f}", fullest),
+                              r.clipped_heads ? fmt::format(" | clipped {}", r.clipped_heads) : "", time_left(), held));
     if (last || stopping || step % options.save_every == 0) save_state(), saved = step;
     if (!held.empty() || last || stopping) report();
   }
@@ -317,7 +332,8 @@ void train(const RunRequest& request, const RunEvents& events) {
   if (stopping && trainer.steps_done() < options.steps)
     events.line(fmt::format("stopped after step {} of {}; go on with --resume", trainer.steps_done(), options.steps));
   else
-    events.line(fmt::format("done: step {} in {}; curves in {}", trainer.steps_done(), folder.file(step_name(saved).c_str()), folder.file("report.html")));
+    events.line(
+        fmt::format("done: step {} in {}; curves in {}", trainer.steps_done(), folder.file(step_name(saved).c_str()), folder.file("report.html")));
 }
 
 }  // namespace k3

@@ -23,7 +23,7 @@ struct RunRequest {
   std::vector<std::string> data;         // files and folders; may be empty when a run goes on: its tokens.bin holds all it needs
   std::string out;
   enum class Mode { start, resume, resume_or_start } mode = Mode::start;
-  double calibration_seconds = 0.2;      // spent on finding what this machine's matrix product reaches
+  double calibration_seconds = 0.2;  // spent on finding what this machine's matrix product reaches
 };
 
 struct RunEvents {

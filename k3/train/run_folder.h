@@ -18,14 +18,14 @@ namespace k3 {
 
 class RunFolder {
  public:
-  explicit RunFolder(const std::string& path);    // created where it is missing; only one run may hold it at a time
+  explicit RunFolder(const std::string& path);  // created where it is missing; only one run may hold it at a time
   ~RunFolder();
   RunFolder(const RunFolder&) = delete;
   RunFolder& operator=(const RunFolder&) = delete;
 
   const std::string& path() const { return path_; }
   std::string file(const char* name) const { return path_ + "/" + name; }
-  std::vector<std::string> remove_parts();        // names of half-written folders and files, now gone
+  std::vector<std::string> remove_parts();  // names of half-written folders and files, now gone
   // `write` fills the folder it is given. Nothing older is touched before the new one is complete.
   void save(int64_t step, const std::function<void(const std::string& folder)>& write);
 

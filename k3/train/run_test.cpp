@@ -11,8 +11,8 @@ namespace k3 {
 namespace {
 
 namespace fs = std::filesystem;
-using ::testing::HasSubstr;
 using testing::get;
+using ::testing::HasSubstr;
 using testing::put;
 using testing::TemporaryFolder;
 using testing::throws_error;
@@ -75,7 +75,8 @@ TEST(run, what_a_kill_leaves_half_written_is_ignored_and_said) {
   p.go(p.request(Mode::resume));
   EXPECT_THAT(p.said, HasSubstr("step-000006.part was left half-written by a run that was stopped; it is ignored"));
   EXPECT_THAT(p.said, HasSubstr("going on from step 4 of 8"));
-  for (const char* gone : {"step-000006.part", "step-000002.old.part", "tokens.bin.part", "LATEST.part"}) EXPECT_FALSE(fs::exists(p.out(gone))) << gone;
+  for (const char* gone : {"step-000006.part", "step-000002.old.part", "tokens.bin.part", "LATEST.part"})
+    EXPECT_FALSE(fs::exists(p.out(gone))) << gone;
   expect_same_run(p.folder / "straight", p.folder / "out");
 }
 
@@ -176,7 +177,8 @@ TEST(run, a_damaged_checkpoint_is_named_and_the_one_before_serves) {
   EXPECT_THAT([&] { p.go(p.request(Mode::resume)); }, throws_error("step-000006/model.safetensors must have"));
   put(model, whole);
   put(p.out("step-000006/training.json"), "{");
-  EXPECT_THAT([&] { p.go(p.request(Mode::resume)); }, throws_error("training.json is damaged; go on from another step folder by writing its name into LATEST"));
+  EXPECT_THAT([&] { p.go(p.request(Mode::resume)); },
+              throws_error("training.json is damaged; go on from another step folder by writing its name into LATEST"));
   put(p.out("LATEST"), "step-000003\n");
   p.go(p.request(Mode::resume));
   EXPECT_THAT(p.said, HasSubstr("going on from step 3 of 8"));

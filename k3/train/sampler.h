@@ -21,9 +21,9 @@ struct Split {
 Split split_documents(const TokenFile& file, double held_out);
 
 struct TokenBatch {
-  std::vector<int32_t> ids, targets;     // (N) each; kIgnored: no target
+  std::vector<int32_t> ids, targets;  // (N) each; kIgnored: no target
   Batch batch;
-  int64_t counted = 0;                   // targets that count
+  int64_t counted = 0;  // targets that count
   // One piece of a document to each sequence of `batch`.
   struct Piece {
     int64_t document, from, length;
@@ -47,7 +47,7 @@ class Sampler {
   int64_t row_, epoch_tokens_ = 0;
   // Of the epoch looked at last; only to save time.
   int64_t epoch_ = -1;
-  std::vector<int64_t> order_, begin_;   // documents in order, and where each begins in the epoch
+  std::vector<int64_t> order_, begin_;  // documents in order, and where each begins in the epoch
 };
 
 }  // namespace k3

@@ -59,8 +59,8 @@ TokenFile::TokenFile(const std::string& path) : path_(path), file_(path) {
   K3_CHECK(sum == f.content_checksum && k3::checksum(q, f.origin_bytes, sum) == f.file_checksum,
            "[data] {} is damaged: its checksum is not that of its content; remove it and run again", path);
   for (int64_t i = 0; i < tokens_; ++i)
-    K3_CHECK(ids_[i] >= 0 && uint64_t(ids_[i]) < h.vocabulary, "[data] {}: token {} is id {}, but the vocabulary has {}; remove the file and run again",
-             path, i, ids_[i], h.vocabulary);
+    K3_CHECK(ids_[i] >= 0 && uint64_t(ids_[i]) < h.vocabulary,
+             "[data] {}: token {} is id {}, but the vocabulary has {}; remove the file and run again", path, i, ids_[i], h.vocabulary);
   bool rising = borders_.front() == 0 && borders_.back() == tokens_;
   for (size_t d = 1; d < borders_.size(); ++d) rising &= borders_[d] > borders_[d - 1];
   K3_CHECK(rising, "[data] {}: the document borders do not rise from 0 to {}; remove the file and run again", path, tokens_);
@@ -72,10 +72,10 @@ TokenFile::TokenFile(const std::string& path) : path_(path), file_(path) {
 }
 
 void TokenFile::check_tokenizer(const Tokenizer& tokenizer) const {
-  K3_CHECK(vocabulary_ == uint64_t(tokenizer.vocabulary()), "[data] {} was made with a vocabulary of {} but this tokenizer has {}; give the matching one",
-           path_, vocabulary_, tokenizer.vocabulary());
-  K3_CHECK(tokenizer_hash_ == tokenizer.hash(), "[data] {} was made with another tokenizer of the same size; give the matching one, or remove the file",
-           path_);
+  K3_CHECK(vocabulary_ == uint64_t(tokenizer.vocabulary()),
+           "[data] {} was made with a vocabulary of {} but this tokenizer has {}; give the matching one", path_, vocabulary_, tokenizer.vocabulary());
+  K3_CHECK(tokenizer_hash_ == tokenizer.hash(),
+           "[data] {} was made with another tokenizer of the same size; give the matching one, or remove the file", path_);
 }
 
 TokenWriter::TokenWriter(const std::string& path, uint64_t vocabulary, uint64_t tokenizer_hash) : file_(path) {

@@ -67,8 +67,12 @@ struct Trainer::Shadow {
 };
 
 Trainer::Trainer(Model& model, const TokenFile& file, std::vector<int64_t> documents, const Tokenizer& tokenizer, const TrainOptions& options)
-    : model_(model), tokenizer_(tokenizer), options_(options), sampler_(file, std::move(documents), uint64_t(options.seed), options.sequence_length),
-      optimizer_(model.params(), options), balance_(model, options) {
+    : model_(model),
+      tokenizer_(tokenizer),
+      options_(options),
+      sampler_(file, std::move(documents), uint64_t(options.seed), options.sequence_length),
+      optimizer_(model.params(), options),
+      balance_(model, options) {
   file.check_tokenizer(tokenizer);
   K3_CHECK(tokenizer.vocabulary() <= model.config().vocab_size, "[train] the tokenizer has {} ids but vocab_size is {}", tokenizer.vocabulary(),
            model.config().vocab_size);
@@ -126,8 +130,10 @@ StepReport Trainer::step(bool with_gates) {
   for (size_t i = 0; i < batches.size(); ++i) {
     const TokenBatch& b = batches[i];
     if (on_batch) on_batch(b);
-    if (with_gates && i == 0) c.on_record = std::ref(gates);
-    else c.on_record = nullptr;
+    if (with_gates && i == 0)
+      c.on_record = std::ref(gates);
+    else
+      c.on_record = nullptr;
     sum += run_micro_batch(model_, c, b, counted ? float(1 / double(counted)) : 0.0f).sum;
     arena_->rewind(0);
     for (int32_t t : b.targets)

@@ -21,7 +21,7 @@ namespace k3 {
 
 // What a batch of this shape needs, from a run of the same code on the null device.
 struct Forecast {
-  size_t bytes = 0;   // of the arena
+  size_t bytes = 0;  // of the arena
   double flops = 0;
 };
 
@@ -33,14 +33,14 @@ struct GateHealth {
 };
 
 struct StepReport {
-  int64_t step = 0;             // from 1
-  double loss = 0;              // mean -log p of the counted tokens, in nats
-  double bits_per_byte = 0;     // sum of -log2 p over the bytes that the targets stand for; [EOS] costs bits and stands for none
+  int64_t step = 0;          // from 1
+  double loss = 0;           // mean -log p of the counted tokens, in nats
+  double bits_per_byte = 0;  // sum of -log2 p over the bytes that the targets stand for; [EOS] costs bits and stands for none
   double gradient_norm = 0, learning_rate = 0, seconds = 0, flops = 0;
   int64_t tokens = 0, clipped_heads = 0;
-  std::vector<double> load;     // of each MoE layer: max over mean
-  std::vector<GateHealth> gates;// when asked for
-  std::string bad;              // the step was skipped: this parameter's gradient is not finite
+  std::vector<double> load;       // of each MoE layer: max over mean
+  std::vector<GateHealth> gates;  // when asked for
+  std::string bad;                // the step was skipped: this parameter's gradient is not finite
   size_t forecast_bytes = 0, peak_bytes = 0;
 };
 
@@ -71,7 +71,7 @@ class Trainer {
   Balance balance_;
   std::unique_ptr<Shadow> shadow_;
   std::unique_ptr<Arena> arena_;
-  Forecast update_;             // of the optimizer
+  Forecast update_;  // of the optimizer
   int64_t steps_done_ = 0;
 };
 
