@@ -37,7 +37,7 @@ template <int rows>
 static void rows_by_16(const Product& p, int64_t i0, int64_t j0, int64_t cols) {
   const int64_t a_row = p.a_transposed ? 1 : p.lda, a_step = p.a_transposed ? p.lda : 1;
   const float* a = p.a + i0 * a_row;
-  vec total[rows];
+  vec total[rows] = {};
   bool first = !p.accumulate;
   if (p.accumulate)
     for (int r = 0; r < rows; ++r) total[r] = load_n(p.c + (i0 + r) * p.ldc + j0, cols);
