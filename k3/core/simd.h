@@ -1,6 +1,7 @@
 #pragma once
-// vec: sixteen floats, whatever the machine. The compiler splits it into the registers that the level has, so every level adds in the same
-// order; only the fusing of multiply and add differs (plain has none). Everything is forced inline: see isa.h for why.
+// vec: sixteen floats, whatever the machine: one register, or halves down to the registers that the level has (a 64-byte vector type would
+// live on the stack there). Every level adds in the same order; only the fusing of multiply and add differs (plain has none). Everything is
+// forced inline: see isa.h for why.
 #include <cstdint>
 
 #pragma GCC diagnostic ignored "-Wpsabi"
@@ -9,17 +10,135 @@
 namespace k3::simd {
 
 inline constexpr int kLanes = 16;
-typedef float vec __attribute__((vector_size(64)));
-typedef int32_t ivec __attribute__((vector_size(64)));
-typedef uint32_t uvec __attribute__((vector_size(64)));  // for sums of bits that may wrap
-typedef float vec_mem __attribute__((vector_size(64), aligned(4), may_alias));
-typedef int32_t ivec_mem __attribute__((vector_size(64), aligned(4), may_alias));
 
-K3_INLINE vec splat(float x) { return vec{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
-K3_INLINE ivec isplat(int32_t x) { return ivec{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
+// One register: kNative lanes.
+#if defined(__AVX512F__)
+inline constexpr int kNative = 16;
+#elif defined(__AVX2__)
+inline constexpr int kNative = 8;
+#else
+inline constexpr int kNative = 4;
+#endif
+typedef float native __attribute__((vector_size(4 * kNative)));
+typedef int32_t inative __attribute__((vector_size(4 * kNative)));
+typedef uint32_t unative __attribute__((vector_size(4 * kNative)));
+typedef native native_mem __attribute__((aligned(1), may_alias));
+
+K3_INLINE void fill(native& v, float x) { v = x - native{}; }  // not native{} + x, which would lose the sign of -0
+K3_INLINE void fill(inative& v, int32_t x) { v = x - inative{}; }
+K3_INLINE void read(native& v, const void* p) { v = *static_cast<const native_mem*>(p); }
+K3_INLINE void write(void* p, native v) { *static_cast<native_mem*>(p) = v; }
+K3_INLINE native to_floats(inative v) { return __builtin_convertvector(v, native); }
+
+#if defined(__AVX512F__)
+typedef native vec;
+typedef inative ivec;
+typedef unative uvec;  // for sums of bits that may wrap
+#else
+#define K3_MEMBER inline __attribute__((always_inline))
+template <class Half, class Lane>
+struct Pair {
+  typedef Lane lane __attribute__((may_alias));
+  Half lo, hi;
+  Pair() = default;
+  K3_MEMBER Pair(Half lo, Half hi) : lo(lo), hi(hi) {}
+  template <class H, class L>
+  K3_MEMBER explicit Pair(Pair<H, L> bits) : lo(Half(bits.lo)), hi(Half(bits.hi)) {}
+  K3_MEMBER lane& operator[](int64_t i) { return reinterpret_cast<lane*>(this)[i]; }
+  K3_MEMBER Lane operator[](int64_t i) const { return reinterpret_cast<const lane*>(this)[i]; }
+};
+#define K3_BINARY(op)                                            \
+  template <class H, class L>                                    \
+  K3_INLINE Pair<H, L> operator op(Pair<H, L> a, Pair<H, L> b) { \
+    return {a.lo op b.lo, a.hi op b.hi};                         \
+  }                                                              \
+  template <class H, class L>                                    \
+  K3_INLINE void operator op##=(Pair<H, L>& a, Pair<H, L> b) {   \
+    a = a op b;                                                  \
+  }
+#define K3_COMPARE(op)                                                        \
+  template <class H, class L>                                                 \
+  K3_INLINE auto operator op(Pair<H, L> a, Pair<H, L> b) {                    \
+    return Pair<decltype(a.lo op b.lo), int32_t>(a.lo op b.lo, a.hi op b.hi); \
+  }
+#define K3_SHIFT(op)                                         \
+  template <class H, class L>                                \
+  K3_INLINE Pair<H, L> operator op(Pair<H, L> a, int bits) { \
+    return {a.lo op bits, a.hi op bits};                     \
+  }
+K3_BINARY(+)
+K3_BINARY(-)
+K3_BINARY(*)
+K3_BINARY(/)
+K3_BINARY(&)
+K3_BINARY(|)
+K3_BINARY(^)
+K3_COMPARE(<)
+K3_COMPARE(>)
+K3_COMPARE(<=)
+K3_COMPARE(>=)
+K3_COMPARE(==)
+K3_COMPARE(!=)
+K3_SHIFT(<<)
+K3_SHIFT(>>)
+#undef K3_BINARY
+#undef K3_COMPARE
+#undef K3_SHIFT
+template <class H, class L>
+K3_INLINE Pair<H, L> operator-(Pair<H, L> a) {
+  return {-a.lo, -a.hi};
+}
+template <class H, class L>
+K3_INLINE Pair<H, L> operator~(Pair<H, L> a) {
+  return {~a.lo, ~a.hi};
+}
+template <class H, class L>
+K3_INLINE void fill(Pair<H, L>& v, L x) {
+  fill(v.lo, x), fill(v.hi, x);
+}
+template <class H, class L>
+K3_INLINE void read(Pair<H, L>& v, const void* p) {
+  read(v.lo, p), read(v.hi, static_cast<const char*>(p) + sizeof(H));
+}
+template <class H, class L>
+K3_INLINE void write(void* p, Pair<H, L> v) {
+  write(p, v.lo), write(static_cast<char*>(p) + sizeof(H), v.hi);
+}
+#if defined(__AVX2__)
+typedef Pair<native, float> vec;
+typedef Pair<inative, int32_t> ivec;
+typedef Pair<unative, uint32_t> uvec;
+K3_INLINE vec to_floats(ivec v) { return {to_floats(v.lo), to_floats(v.hi)}; }
+#else
+typedef Pair<Pair<native, float>, float> vec;
+typedef Pair<Pair<inative, int32_t>, int32_t> ivec;
+typedef Pair<Pair<unative, uint32_t>, uint32_t> uvec;
+K3_INLINE vec to_floats(ivec v) { return {{to_floats(v.lo.lo), to_floats(v.lo.hi)}, {to_floats(v.hi.lo), to_floats(v.hi.hi)}}; }
+#endif
+#endif
+
+K3_INLINE vec splat(float x) {
+  vec v;
+  fill(v, x);
+  return v;
+}
+K3_INLINE ivec isplat(int32_t x) {
+  ivec v;
+  fill(v, x);
+  return v;
+}
 K3_INLINE vec zero() { return vec{}; }
-K3_INLINE vec load(const float* p) { return *reinterpret_cast<const vec_mem*>(p); }
-K3_INLINE void store(float* p, vec v) { *reinterpret_cast<vec_mem*>(p) = v; }
+K3_INLINE ivec lane_numbers() {  // 0, 1, ... 15
+  ivec v;
+  for (int i = 0; i < kLanes; ++i) v[i] = i;
+  return v;
+}
+K3_INLINE vec load(const float* p) {
+  vec v;
+  read(v, p);
+  return v;
+}
+K3_INLINE void store(float* p, vec v) { write(p, v); }
 // The first n lanes (0 < n <= 16); the others are 0.
 K3_INLINE vec load_n(const float* p, int64_t n) {
   if (n >= kLanes) return load(p);
@@ -45,10 +164,20 @@ K3_INLINE float sum(vec v) {
     for (int i = 0; i < step; ++i) a[i] += a[i + step];
   return a[0];
 }
+// The largest lane, by the same tree.
 K3_INLINE float max_lane(vec v) {
-  float m = v[0];
-  for (int i = 1; i < kLanes; ++i) m = v[i] > m ? v[i] : m;
-  return m;
+#if defined(__AVX512F__)
+  const ivec by8 = {8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7}, by4 = {4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11};
+  const ivec by2 = {2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13}, by1 = {1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14};
+  v = max(v, __builtin_shuffle(v, by8)), v = max(v, __builtin_shuffle(v, by4)), v = max(v, __builtin_shuffle(v, by2));
+  return max(v, __builtin_shuffle(v, by1))[0];
+#else
+  float a[16];
+  store(a, v);
+  for (int step = 8; step; step /= 2)
+    for (int i = 0; i < step; ++i) a[i] = a[i] > a[i + step] ? a[i] : a[i + step];
+  return a[0];
+#endif
 }
 
 // e^x, within 2 ulp; 0 below -87.3, infinity above 88.7; NaN stays NaN.
@@ -89,7 +218,7 @@ K3_INLINE vec log(vec x) {
   ivec u = ivec(uvec(x) - uvec(isplat(0x3f3504f3)));  // sqrt(1/2): the mantissa lands in [sqrt(1/2), sqrt(2))
   ivec e = u >> 23;
   vec m = vec((u & isplat(0x007fffff)) + isplat(0x3f3504f3)) - splat(1.0f);
-  vec k = __builtin_convertvector(e, vec);
+  vec k = to_floats(e);
   vec z = m * m;
   vec p = splat(7.0376836292e-2f);
   p = fma(p, m, splat(-1.1514610310e-1f));

@@ -129,7 +129,7 @@ static void max_logit(const AttentionArgs& a, float* out) {
 static void backward_head(const AttentionArgs& a, const AttentionSequence& s, int64_t g) {
   const KeyTiles& t = a.tiles;
   const int64_t key_dim = t.own + t.shared;
-  const ivec lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  const ivec lane = lane_numbers();
   alignas(64) float k[kKeyTile * kMaxHeadDim], kt[kMaxHeadDim * kKeyTile], vt[kMaxHeadDim * kKeyTile];
   alignas(64) float dk[kKeyTile * kMaxHeadDim], dv[kKeyTile * kMaxHeadDim];
   alignas(64) float q[kQueryTile * kMaxHeadDim], dy[kQueryTile * kMaxHeadDim], dq[kQueryTile * kMaxHeadDim];

@@ -214,19 +214,12 @@ K3_INLINE void add_floats(float* to, const float* from, int64_t n) {
   for (; i < n; ++i) to[i] += from[i];
 }
 
-K3_INLINE float largest(vec v) {
-  const ivec by8 = {8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7}, by4 = {4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11};
-  const ivec by2 = {2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13}, by1 = {1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14};
-  v = max(v, __builtin_shuffle(v, by8)), v = max(v, __builtin_shuffle(v, by4)), v = max(v, __builtin_shuffle(v, by2));
-  return max(v, __builtin_shuffle(v, by1))[0];
-}
-
 // n rows of scores of one tile become unnormalised weights, p = exp(scale * p - m); keys from visible(row) on weigh exactly nothing.
 // m and l are the rows' running maxima and sums; keep is what earlier sums must be multiplied by. cols: a multiple of sixteen.
 // Three loops over the rows, so that one row's maximum and exponentials overlap with the next one's.
 template <class Visible>
 K3_INLINE void softmax_rows(float* p, int64_t ldp, int64_t n, int64_t cols, Visible visible, float scale, float* m, float* l, float* keep) {
-  const ivec lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  const ivec lane = lane_numbers();
   for (int64_t r = 0; r < n; ++r) {
     const int64_t seen = visible(r);
     vec top = splat(m[r]);
@@ -237,7 +230,7 @@ K3_INLINE void softmax_rows(float* p, int64_t ldp, int64_t n, int64_t cols, Visi
       top = max(t, top);
     }
     keep[r] = m[r];
-    m[r] = largest(top);
+    m[r] = max_lane(top);
   }
   for (int64_t r = 0; r < n; r += kLanes) store_n(keep + r, exp(load_n(keep + r, n - r) - load_n(m + r, n - r)), n - r);
   for (int64_t r = 0; r < n; ++r) {

@@ -5,6 +5,7 @@
 #include "k3/ops/linear/linear_ref.h"
 #include "k3/ops/linear/product.h"
 #include "k3/ops/linear/product_kernels.h"
+#include "k3/ops/linear/weight_product.h"
 #include "k3/ops/testing.h"
 
 namespace k3 {
@@ -80,6 +81,109 @@ TEST(linear, a_row_does_not_depend_on_its_neighbours) {
         product(x_wt(x.data() + at * k, w.data(), part.data(), rows, n, k));
         ASSERT_EQ(0, std::memcmp(part.data(), whole.data() + at * n, size_t(rows * n) * 4)) << rows << " rows from " << at;
       }
+  }
+}
+
+// A weight in each storage, and what it is as float32. Packed bytes start at an odd address, as in a file.
+struct StoredWeight {
+  std::vector<uint8_t> bytes, scales;
+  std::vector<float> wide;
+  Param param;
+
+  StoredWeight(Stored stored, int64_t n, int64_t k, int64_t seed) {
+    Rng rng{uint64_t(seed), 9};
+    param.name = "w", param.shape = {n, k};
+    if (stored == Stored::mxfp4) {
+      bytes.resize(size_t(n * k / 2) + 1), scales.resize(size_t(n * k / 32) + 1);
+      for (size_t i = 0; i < bytes.size(); ++i) bytes[i] = uint8_t(rng.below(256, i));
+      for (size_t i = 0; i < scales.size(); ++i) scales[i] = uint8_t(110 + rng.below(30, i + (1 << 24)));
+      param.value = Tensor(bytes.data() + 1, DType::u8, {n, k / 2});
+      param.scale = Tensor(scales.data() + 1, DType::u8, {n, k / 32});
+      for (int64_t i = 0; i < n * k; ++i) {
+        constexpr float magnitude[8] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6};
+        int code = bytes[size_t(1 + i / 2)] >> (i % 2 * 4) & 15;
+        wide.push_back(std::ldexp(code & 8 ? -magnitude[code & 7] : magnitude[code], scales[size_t(1 + i / 32)] - 127));
+      }
+      return;
+    }
+    for (int64_t i = 0; i < n * k; ++i) wide.push_back(to_float(to_bf16(float(rng.normal(uint64_t(i))))));
+    bytes.resize(size_t(n * k) * (stored == Stored::f32 ? 4 : 2));
+    for (int64_t i = 0; i < n * k; ++i) {
+      bf16 b = to_bf16(wide[size_t(i)]);
+      if (stored == Stored::f32)
+        std::memcpy(&bytes[size_t(4 * i)], &wide[size_t(i)], 4);
+      else
+        std::memcpy(&bytes[size_t(2 * i)], &b, 2);
+    }
+    param.value = Tensor(bytes.data(), stored == Stored::f32 ? DType::f32 : DType::bf16, {n, k});
+  }
+};
+
+TEST(linear, weights_as_stored_give_the_bits_of_the_widened_ones) {
+  for (auto isa : testing::levels())
+    for (auto stored : {Stored::f32, Stored::bf16, Stored::mxfp4})
+      for (auto [m, n, k] :
+           {std::array<int64_t, 3>{1, 1, 32}, {1, 130, 480}, {2, 64, 384}, {3, 65, 416}, {7, 17, 96}, {31, 100, 800}, {32, 50, 416}, {70, 99, 512}}) {
+        testing::ForceIsa force(isa);
+        StoredWeight w(stored, n, k, m);
+        Values x(m * k, 1);
+        testing::Step step(false);
+        Var y = linear(step.input(x, {m, k}), w.param);
+        std::vector<float> want(size_t(m * n));
+        product_serial(x_wt(x.data(), w.wide.data(), want.data(), m, n, k));
+        ASSERT_EQ(0, std::memcmp(want.data(), y.f32(), want.size() * 4)) << int(stored) << ": " << m << " x " << n << " x " << k;
+      }
+}
+
+TEST(linear, a_bfloat16_weight_may_be_of_any_width) {
+  for (auto isa : testing::levels())
+    for (int64_t k : {1, 31, 33, 387}) {
+      testing::ForceIsa force(isa);
+      StoredWeight w(Stored::bf16, 37, k, k);
+      Values x(5 * k, 1);
+      testing::Step step(false);
+      Var y = linear(step.input(x, {5, k}), w.param);
+      std::vector<float> want(5 * 37);
+      product_serial(x_wt(x.data(), w.wide.data(), want.data(), 5, 37, k));
+      EXPECT_EQ(0, std::memcmp(want.data(), y.f32(), want.size() * 4)) << k;
+    }
+}
+
+// Each byte with each scale, one weight at a time (x is 1 at one input and 0 elsewhere), and as widened.
+TEST(linear, every_byte_of_mxfp4_is_exact_at_every_scale) {
+  constexpr float magnitude[8] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6};
+  for (auto isa : testing::levels())
+    for (int scale = 0; scale < 255; ++scale) {
+      testing::ForceIsa force(isa);
+      std::vector<uint8_t> bytes(256 * 16), scales(256, uint8_t(scale));
+      for (size_t i = 0; i < bytes.size(); ++i) bytes[i] = i % 16 == 5 ? uint8_t(i / 16) : 0;
+      Weight w{Stored::mxfp4, 256, 32, bytes.data(), scales.data()};
+      std::vector<float> x(64), y(512), wide(256 * 32);
+      x[10] = 1, x[32 + 11] = 1;
+      weight_products({{2, x.data(), w, y.data()}});
+      widen(w, 0, 256, wide.data());
+      for (int b = 0; b < 256; ++b)
+        for (int half = 0; half < 2; ++half) {
+          int code = half ? b >> 4 : b & 15;
+          float want = std::ldexp(code & 8 ? -magnitude[code & 7] : magnitude[code], scale - 127);
+          ASSERT_EQ(want, wide[size_t(b * 32 + 10 + half)]) << "byte " << b << " scale " << scale;
+          ASSERT_TRUE(scale > 252 || want == y[size_t(half * 256 + b)])  // above, 6 is infinite as a float32
+              << "byte " << b << " scale " << scale;
+        }
+    }
+}
+
+TEST(linear, a_frozen_weight_as_stored_passes_the_gradient_of_the_widened_one) {
+  for (auto stored : {Stored::bf16, Stored::mxfp4}) {
+    int64_t m = 33, n = 400, k = 4096;  // two slices
+    StoredWeight w(stored, n, k, 3);
+    Values x(m * k, 1), dy(m * n, 2);
+    testing::Step step;
+    Var vx = step.input(x, {m, k});
+    step.backward(linear(vx, w.param), dy);
+    std::vector<float> want(size_t(m * k));
+    product(dy_w(dy.data(), w.wide.data(), want.data(), m, n, k));
+    EXPECT_EQ(0, std::memcmp(want.data(), vx.grad().data(), want.size() * 4));
   }
 }
 

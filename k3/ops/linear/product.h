@@ -15,6 +15,16 @@ namespace k3 {
 
 inline constexpr int64_t kProductBlock = 384;
 
+// How a weight W (out, in) lies in memory: float32, bfloat16, or mxfp4: two 4-bit codes a byte (out, in / 2), the low four bits first, and a
+// byte for each 32 inputs (out, in / 32) that scales them by 2^(byte - 127). All three are read as float32, exactly.
+enum class Stored : uint8_t { f32, bf16, mxfp4 };
+struct Weight {
+  Stored stored;
+  int64_t out, in;
+  const void* data;
+  const uint8_t* scale;  // mxfp4 only
+};
+
 struct Product {
   int64_t m, n, k;
   const float* a;  // (m, k), or (k, m) when a_transposed

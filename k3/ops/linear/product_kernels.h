@@ -4,8 +4,25 @@
 
 namespace k3::cpu {
 
+// Y = X W^T or Y += X W^T for columns first..last-1 of Y, W read as it is stored.
+struct WeightArgs {
+  Stored stored;
+  int64_t rows, in, first, last;
+  const float* x;  // x[i][k] = x[i * x_row + k * x_step]
+  int64_t x_row, x_step;
+  const void* w;         // (out, in) or, packed, (out, in / 2) bytes
+  int64_t w_stride;      // bytes from row to row
+  const uint8_t* scale;  // (out, in / 32), packed weights only
+  float* y;              // (rows, out)
+  int64_t ldy;
+  bool accumulate;
+};
+
 struct ProductKernels {
-  void (*ordered_product)(const Product&);  // any shape, the order of product.h, on the calling thread
+  void (*ordered_product)(const Product&);    // any shape, the order of product.h, on the calling thread
+  void (*weight_product)(const WeightArgs&);  // the same order
+  // Rows first..last-1 as float32, one after another.
+  void (*widen)(const Weight& w, int64_t first, int64_t last, float* to);
 };
 K3_KERNEL_TABLE(ProductKernels, product_kernels)
 

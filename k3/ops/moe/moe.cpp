@@ -7,8 +7,7 @@
 #include "k3/core/threads.h"
 #include "k3/ops/activation/activation_kernels.h"
 #include "k3/ops/linear/linear.h"
-#include "k3/ops/linear/product.h"
-#include "k3/ops/moe/expert_product.h"
+#include "k3/ops/linear/weight_product.h"
 #include "k3/ops/moe/moe_kernels.h"
 #include "k3/tape/tape.h"
 
@@ -120,10 +119,11 @@ bool check_weights(const ExpertWeights& w, int64_t experts, int64_t l, bool trai
   for (int64_t e = 0; e < count; ++e)
     for (const Param* p : {w.gate[e], w.up[e], w.down[e]}) {
       Shape want = p == w.down[e] ? Shape{l, m} : Shape{m, l};
-      K3_CHECK(p->value.shape() == want, "[experts] {} is {} but must be {}: z has {} columns", p->name, to_string(p->value.shape()), to_string(want),
+      K3_CHECK(weight_shape(*p) == want, "[experts] {} is {} but must be {}: z has {} columns", p->name, to_string(weight_shape(*p)), to_string(want),
                l);
-      K3_CHECK(p->value.dtype() == DType::f32 || (p->value.dtype() == DType::bf16 && !training),
-               "[experts] {} is {}; experts are F32 or, in inference, BF16", p->name, name_of(p->value.dtype()));
+      const bool inference_only = p->value.dtype() == DType::bf16 || weight_of(*p).stored == Stored::mxfp4;
+      K3_CHECK(p->value.dtype() == DType::f32 || (inference_only && !training), "[experts] {} is {}; experts are F32 or, in inference, BF16 or MXFP4",
+               p->name, name_of(p->value.dtype()));
       narrow |= p->value.dtype() != DType::f32;
     }
   return narrow;
@@ -148,7 +148,7 @@ Var experts(Var z, const Routing& routing, const ExpertWeights& w, const Activat
 
   double weight_bytes = 0;
   for (int64_t j = 0; j < std::min(e, n * k); ++j)
-    for (const Param* p : {w.gate[j], w.up[j], w.down[j]}) weight_bytes += double(p->value.bytes());
+    for (const Param* p : {w.gate[j], w.up[j], w.down[j]}) weight_bytes += stored_bytes(*p);
   double flops = 6.0 * double(n * k) * double(l) * double(m), moved = 4.0 * double(n * k) * double(4 * l + 6 * m);
   {
     Scratch scratch(*c.arena);
@@ -158,19 +158,19 @@ Var experts(Var z, const Routing& routing, const ExpertWeights& w, const Activat
     if (on_cpu) {
       cpu::DispatchArgs move{d.pair_of_row.i32(), d.row_of_pair.i32(), n, k, d.pairs, l, z.f32(), nullptr, rows.f32()};
       cpu::moe().gather(move);
-      std::vector<ExpertProduct> list;
+      std::vector<WeightProduct> list;
       for (int64_t j = 0; j < e; ++j) {
-        list.push_back({d.rows(j), rows.f32() + d.begin(j) * l, &w.gate[j]->value, a.f32() + d.begin(j) * m});
-        list.push_back({d.rows(j), rows.f32() + d.begin(j) * l, &w.up[j]->value, b.f32() + d.begin(j) * m});
+        list.push_back({d.rows(j), rows.f32() + d.begin(j) * l, weight_of(*w.gate[j]), a.f32() + d.begin(j) * m});
+        list.push_back({d.rows(j), rows.f32() + d.begin(j) * l, weight_of(*w.up[j]), b.f32() + d.begin(j) * m});
       }
-      expert_products(list, wide);
+      weight_products(list, wide);
       parallel_blocks(d.pairs, 16, [&](int64_t first, int64_t last) {
         cpu::GluArgs g{activation, (last - first) * m, a.f32() + first * m, b.f32() + first * m, h.f32() + first * m, nullptr, nullptr, nullptr};
         cpu::activation().glu_forward(g);
       });
       list.clear();
-      for (int64_t j = 0; j < e; ++j) list.push_back({d.rows(j), h.f32() + d.begin(j) * m, &w.down[j]->value, rows.f32() + d.begin(j) * l});
-      expert_products(list, wide);
+      for (int64_t j = 0; j < e; ++j) list.push_back({d.rows(j), h.f32() + d.begin(j) * m, weight_of(*w.down[j]), rows.f32() + d.begin(j) * l});
+      weight_products(list, wide);
       move.from = rows.f32(), move.weights = routing.weights.f32(), move.to = u.f32();
       cpu::moe().combine(move);
     }

@@ -172,10 +172,6 @@ static void weigh_pairs(const PairArgs& a) {
   }
 }
 
-static void widen_bf16(const uint16_t* from, float* to, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) reinterpret_cast<uint32_t*>(to)[i] = uint32_t(from[i]) << 16;
-}
-
 }  // namespace k3::cpu::K3_ISA
 
-K3_KERNELS(MoeKernels, moe, route_forward, route_backward, gather, combine<false>, combine<true>, weigh_pairs, widen_bf16)
+K3_KERNELS(MoeKernels, moe, route_forward, route_backward, gather, combine<false>, combine<true>, weigh_pairs)

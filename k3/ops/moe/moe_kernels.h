@@ -46,11 +46,10 @@ struct PairArgs {
 struct MoeKernels {
   void (*route_forward)(const RouteArgs&);
   void (*route_backward)(const RouteArgs&);
-  void (*gather)(const DispatchArgs&);                             // to[row] = from[token of row]
-  void (*combine)(const DispatchArgs&);                            // to[token] = sum over slots of weight * from[row], in slot order
-  void (*combine_add)(const DispatchArgs&);                        // to[token] += the same
-  void (*weigh_pairs)(const PairArgs&);                            // on the calling thread
-  void (*widen_bf16)(const uint16_t* from, float* to, int64_t n);  // on the calling thread
+  void (*gather)(const DispatchArgs&);       // to[row] = from[token of row]
+  void (*combine)(const DispatchArgs&);      // to[token] = sum over slots of weight * from[row], in slot order
+  void (*combine_add)(const DispatchArgs&);  // to[token] += the same
+  void (*weigh_pairs)(const PairArgs&);      // on the calling thread
 };
 K3_KERNEL_TABLE(MoeKernels, moe)
 

@@ -34,11 +34,11 @@ static void adamw(const AdamWArgs& a) {
 }
 
 static double sum_of_squares(const float* x, int64_t n) {
-  typedef double dvec __attribute__((vector_size(128)));
-  dvec s{};
+  double s[kLanes] = {};
   columns(n, [&](int64_t i, int64_t m) {
-    dvec v = __builtin_convertvector(load_n(x + i, m), dvec);
-    s += v * v;
+    float v[kLanes];
+    store(v, load_n(x + i, m));
+    for (int j = 0; j < kLanes; ++j) s[j] += double(v[j]) * double(v[j]);
   });
   double total = 0;
   for (int j = 0; j < kLanes; ++j) total += s[j];

@@ -1,0 +1,36 @@
+#pragma once
+// Products with weights as they are stored: Y = X W^T, X (rows, in) float32, W (out, in) float32, bfloat16 or MXFP4.
+//
+// The bits are those of the product with the weight widened to float32, in the order of product.h. Below kFewRows rows the weight is read
+// where it lies, once; from there on kWidenRows rows of it at a time are widened into a buffer and multiplied from the cache.
+#include <vector>
+
+#include "k3/core/tensor.h"
+#include "k3/ops/linear/product.h"
+#include "k3/tape/param.h"
+
+namespace k3 {
+
+inline constexpr int64_t kFewRows = 32;
+inline constexpr int64_t kWidenLanes = 64, kWidenRows = 64;
+
+// Rows first..last-1 of a parameter. Errors: a storage that is none of the three.
+Weight weight_of(const Param& w, int64_t first, int64_t last);
+inline Weight weight_of(const Param& w) { return weight_of(w, 0, w.value.rows()); }
+Shape weight_shape(const Param& w);  // (out, in), whatever the storage
+inline double stored_bytes(const Param& w) { return double(w.value.bytes()) + double(w.scale.bytes()); }
+
+struct WeightProduct {
+  int64_t rows;
+  const float* x;  // (rows, in)
+  Weight w;
+  float* y;  // (rows, out)
+};
+
+// All of them, over all threads. `widened` (kWidenLanes, kWidenRows * largest in); empty when every product has few rows or float32 weights.
+void weight_products(const std::vector<WeightProduct>& list, const Tensor& widened = {});
+
+// Rows first..last-1 as float32, over all threads.
+void widen(const Weight& w, int64_t first, int64_t last, float* to);
+
+}  // namespace k3
