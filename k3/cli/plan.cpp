@@ -3,6 +3,7 @@
 
 #include <cmath>
 #include <nlohmann/json.hpp>
+#include <set>
 
 #include "k3/cli/commands.h"
 #include "k3/core/error.h"
@@ -70,8 +71,48 @@ void run_sweep(const Architecture& a, const Hardware& h, const Deployment& d, co
   }
 }
 
-void run(const Flags& given) {
+// What each form of the command listens to. A flag that would change nothing is refused: nobody should believe that it did.
+struct Form {
+  std::string name;
+  std::set<std::string> flags;
+};
+std::set<std::string> operator+(std::set<std::string> a, const std::set<std::string>& b) {
+  a.insert(b.begin(), b.end());
+  return a;
+}
+Form form_of(const Flags& f) {
+  const std::set<std::string> model = {"model", "--set", "--on"}, layout = {"--gpus", "--tp", "--dp", "--ep"},
+                              serving = {"--context", "--kv-bytes",     "--state-bytes", "--slots", "--rho",
+                                         "--balance", "--shard-latent", "--two-batches", "--dcp"},
+                              steps = {"--batch", "--draft-width", "--accepted", "--draft-ms", "--snapshot-state"},
+                              training = {"--train", "--sequence", "--micro-batch", "--step-tokens", "--mfu"}, output = {"--json", "--html"};
+  const std::string verb = f.models.empty() ? "" : f.models[0];
+  if (f.measure) return {"--measure", {"--measure", "--out"}};
+  if (f.check) return {"--check", {"--check"}};
+  if (verb == "notes") return {"notes", {"model"}};
+  if (verb == "fit") {
+    Form fit = {"fit", model + serving + std::set<std::string>{"--goal", "--gpus", "--most-gpus"}};
+    fit.flags.erase("--dcp");
+    return fit;
+  }
+  if (verb == "compare") return {"compare", model + layout + output + (f.question.train ? training : serving + steps)};
+  if (!f.sweep.empty()) {
+    Form sweep = {"--sweep " + f.sweep, model + layout + serving + steps + std::set<std::string>{"--sweep"}};
+    for (const char* unused : {"--accepted", "--draft-ms"}) sweep.flags.erase(unused);
+    sweep.flags.erase("--" + f.sweep);
+    return sweep;
+  }
+  const std::set<std::string> detail = {"--explain", "--no-count"};
+  if (f.question.train) return {"--train", model + layout + training + output + detail};
+  return {"the plan of one model", model + layout + serving + steps + output + detail};
+}
+
+void run(const Flags& given, const CLI::App& command) {
   Flags f = given;
+  const Form form = form_of(f);
+  for (const CLI::Option* o : command.get_options())
+    K3_CHECK(o->count() == 0 || form.flags.count(o->get_name()), "[plan] {} has no effect on {}; leave it out", o->get_name(), form.name);
+  K3_CHECK(!(f.json && !f.explain.empty()), "[plan] --json and --explain are two outputs; choose one");
   if (f.measure) {
     std::string text = measure_this_machine();
     if (f.out.empty())
@@ -202,7 +243,7 @@ void add_plan(CLI::App& app) {
   c->add_flag("--measure", f->measure, "measure this machine; prints a hardware file");
   c->add_option("--out", f->out, "--measure: where to");
   c->footer("Example: k3 plan k3 --on b300 --gpus 8 --batch 16 --context 8192 --html report.html");
-  c->callback([f] { run(*f); });
+  c->callback([f, c] { run(*f, *c); });
 }
 
 }  // namespace k3

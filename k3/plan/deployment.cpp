@@ -85,6 +85,34 @@ Memory memory_of(const Architecture& a, const Hardware& h, const Deployment& d) 
   return m;
 }
 
+TrainingMemory training_memory(const Architecture& a, const Deployment& d) {
+  const Parameters p = parameters(a);
+  const double ranks = double(d.expert_ranks()), experts = double(p.routed) / ranks;
+  TrainingMemory m;
+  m.parameters = experts + double(p.replicated) + double(p.trunk_matrices - p.replicated + p.embedding) / double(d.tp) + double(p.small);
+  m.weights = 2 * m.parameters, m.gradients = 4 * m.parameters;
+  m.optimizer = 8 * (experts / std::max(1.0, double(d.gpus) / ranks) + (m.parameters - experts) / double(d.dp));
+  return m;
+}
+
+Deployment fewest_for_training(const Architecture& a, const Hardware& h, const Deployment& like) {
+  Deployment best;
+  best.gpus = 0;
+  const int64_t n = std::max<int64_t>(1, a.config.num_experts);
+  for (int64_t tp = 1; tp <= 64; tp *= 2)
+    for (int64_t ep = 1; ep <= n; ++ep) {
+      if (smallest_common(a) % tp != 0 || n % ep != 0 || (ep > 1 && ep % tp != 0)) continue;
+      for (int64_t gpus = std::max(tp, ep); gpus <= 65536; gpus *= 2) {
+        Deployment d = like;
+        d.gpus = gpus, d.tp = tp, d.dp = gpus / tp, d.ep = ep, d.dcp = 1;
+        if (training_memory(a, d).total() > d.memory_fraction * h.memory) continue;
+        if (best.gpus == 0 || gpus < best.gpus) best = d;
+        break;
+      }
+    }
+  return best;
+}
+
 double distinct_ranks(double ranks, double chosen) { return ranks * (1 - std::pow(1 - 1 / ranks, chosen)); }
 double remote_rank_copies(double ranks, double chosen) { return distinct_ranks(ranks, chosen) * (ranks - 1) / ranks; }
 double remote_node_copies(double nodes, double chosen) { return nodes <= 1 ? 0 : remote_rank_copies(nodes, chosen); }

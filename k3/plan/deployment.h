@@ -40,6 +40,16 @@ struct Memory {
 };
 Memory memory_of(const Architecture& a, const Hardware& h, const Deployment& d);
 
+// Training: bf16 weights, float32 gradients, float32 master and Muon momentum sharded over the ranks that hold the same parameters; bytes of one
+// rank.
+struct TrainingMemory {
+  double parameters = 0, weights = 0, gradients = 0, optimizer = 0;
+  double total() const { return weights + gradients + optimizer; }
+};
+TrainingMemory training_memory(const Architecture& a, const Deployment& d);
+// The fewest GPUs (up to 65536) that hold it without pipeline stages, and how; gpus = 0: none do.
+Deployment fewest_for_training(const Architecture& a, const Hardware& h, const Deployment& like);
+
 enum class Regime { decode, prefill };
 struct Work {
   Regime regime = Regime::decode;

@@ -178,14 +178,13 @@ void training_sections(Sections& out, const Architecture& a, const Hardware& h, 
       fmt::format("MFU {} x F bf16 / FLOPs a token; published MoE runs reach 0.25 to 0.40", q.mfu));
   add("tokens_per_second", q.mfu * h.bf16 / fl.total() * double(d.gpus), "token/s", Kind::modelled, "x GPUs");
   add("days_per_trillion", 1e12 / (q.mfu * h.bf16 / fl.total() * double(d.gpus)), "s", Kind::modelled, "10^12 tokens");
-  const double local =
-      double(p.routed) / ranks + double(p.replicated) + double(p.trunk_matrices - p.replicated + p.embedding) / double(d.tp) + double(p.small);
-  add("parameters_per_rank", local, "", Kind::exact, "routed / expert ranks + kept whole + rest / TP");
-  add("weights", 2 * local, "B", Kind::exact, "bf16");
-  add("gradients", 4 * local, "B", Kind::exact, "float32");
-  add("optimizer", (4 + 4) * local, "B", Kind::exact, "float32 master 4 + Muon's momentum 4 (AdamW: 8), before sharding");
-  add("optimizer_sharded", 8 * (double(p.routed) / ranks / std::max(1.0, double(d.gpus) / ranks) + (local - double(p.routed) / ranks) / double(d.dp)),
-      "B", Kind::exact, "each DP rank keeps its share; experts among the ranks that hold the same ones");
+  const TrainingMemory m = training_memory(a, d);
+  add("parameters_per_rank", m.parameters, "", Kind::exact, "routed / expert ranks + kept whole + rest / TP");
+  add("weights", m.weights, "B", Kind::exact, "bf16");
+  add("gradients", m.gradients, "B", Kind::exact, "float32");
+  add("optimizer", 8 * m.parameters, "B", Kind::exact, "float32 master 4 + Muon's momentum 4 (AdamW: 8), before sharding");
+  add("optimizer_sharded", m.optimizer, "B", Kind::exact, "each DP rank keeps its share; experts among the ranks that hold the same ones");
+  add("resident", m.total(), "B", Kind::exact, "weights + gradients + sharded optimizer, before activations");
   add("all_parameters", 14 * double(p.total), "B", Kind::exact, "2 + 4 + 4 + 4 bytes a parameter with Muon, all ranks together, before activations");
   if (moe > 0) {
     add("muon_experts", muon_expert_flops(a), "FLOP", Kind::exact, "5 (4 n^2 k + 2 n^3) for each expert matrix, a step");
@@ -202,7 +201,7 @@ void training_sections(Sections& out, const Architecture& a, const Hardware& h, 
     add("comm_over_compute", bytes * F / (18 * double(c.moe_intermediate_size) * B), "ratio", Kind::exact, "(2 b_d + 3 b_c) F / (18 m B), K copies");
   }
   if (d.dp > 1)
-    add("gradient_traffic", 6 * (double(d.dp) - 1) / double(d.dp) * (local - double(p.routed) / ranks), "B", Kind::exact,
+    add("gradient_traffic", 6 * (double(d.dp) - 1) / double(d.dp) * (m.parameters - double(p.routed) / ranks), "B", Kind::exact,
         "reduce-scatter of float32 gradients, all-gather of bf16 weights, a step: (n - 1)/n (4 + 2) a replicated parameter");
   out.push_back(std::move(s));
   if (!q.count || !a.runs()) return;
@@ -255,6 +254,14 @@ Sections plan(const Architecture& a, const Hardware& h, const Deployment& d, con
         most >= 1 ? fmt::format("--batch {:.0f}", most)
         : gpus    ? fmt::format("--gpus {}", gpus)
                   : "a smaller context, or --set trunk_format=fp8");
+  }
+  if (const TrainingMemory t = training_memory(a, d); q.train && t.total() > d.memory_fraction * h.memory) {
+    const Deployment fewest = fewest_for_training(a, h, d);
+    fail("[plan] training {} in {} x {} ({}) needs {} a GPU for weights, gradients and optimizer, before activations, but {:.0f} % of {} is {}; {}",
+         a.name, d.gpus, h.name, to_string(d), show(t.total(), "B"), 100 * d.memory_fraction, show(h.memory, "B"),
+         show(d.memory_fraction * h.memory, "B"),
+         fewest.gpus ? fmt::format("the fewest that work: --tp {} --dp {} --ep {}", fewest.tp, fewest.dp, fewest.ep)
+                     : "no layout of up to 65536 GPUs without pipeline stages works");
   }
   Sections out = {model_section(a)};
   if (!q.train) {

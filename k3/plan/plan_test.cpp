@@ -2,7 +2,6 @@
 
 #include <gtest/gtest.h>
 
-#include <chrono>
 #include <nlohmann/json.hpp>
 #include <set>
 
@@ -70,6 +69,26 @@ TEST(plan, bad_input_is_named_with_what_works) {
   EXPECT_THAT([] { load_architecture("k3", {"mixers=mlaa"}); }, testing::throws_error("the nearest known one is 'mla'"));
 }
 
+TEST(plan, training_beyond_memory_is_refused_with_the_fewest_that_hold_it) {
+  const Architecture a = load_architecture("kimi-linear-48b");
+  const Hardware h = load_hardware("h100");
+  Question q = without_counts();
+  q.train = true;
+  EXPECT_THAT([&] { plan(a, h, resolve(a, gpus(8)), q); }, testing::throws_error("the fewest that work: --tp 1 --dp 16 --ep 8"));
+  Deployment d;
+  d.dp = 16, d.ep = 8;
+  const TrainingMemory m = training_memory(a, resolve(a, d));
+  EXPECT_NO_THROW(plan(a, h, resolve(a, d), q));
+  EXPECT_LT(m.total(), 0.9 * h.memory);
+  EXPECT_EQ(m.total(), m.weights + m.gradients + m.optimizer);
+  // By hand: 8 ranks hold an eighth of the experts each and all of the rest, 2 + 4 bytes; the optimizer's 8 are shared by 2 and by 16 ranks.
+  const Parameters p = parameters(a);
+  const double experts = double(p.routed) / 8, rest = double(p.total - p.routed - p.head);
+  EXPECT_NEAR(m.weights + m.gradients, 6 * m.parameters, 1);
+  EXPECT_NEAR(m.optimizer, 8 * (experts / 2 + (m.parameters - experts) / 16), 1);
+  EXPECT_GE(m.parameters, experts + rest);
+}
+
 TEST(plan, fewest_gpus_for_k3) {
   const Architecture a = load_architecture("k3");
   EXPECT_EQ(fewest_gpus(a, load_hardware("b300"), 64, 8192, {}), 8);
@@ -81,7 +100,6 @@ TEST(plan, fewest_gpus_for_k3) {
 TEST(plan, a_search_returns_only_what_fits_best_first) {
   const Architecture a = load_architecture("k3");
   const Hardware h = load_hardware("b300");
-  auto start = std::chrono::steady_clock::now();
   for (Goal goal : {Goal::latency, Goal::throughput, Goal::context}) {
     auto list = fit(a, h, 64, 32768, goal, {});
     ASSERT_FALSE(list.empty());
@@ -94,7 +112,6 @@ TEST(plan, a_search_returns_only_what_fits_best_first) {
                                              : x.longest_context >= y.longest_context);
     }
   }
-  EXPECT_LT(std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count(), 30);
 }
 
 // acc is iso-cost in all five quantities; eff halves active cost, but reads as much once all experts are touched.
