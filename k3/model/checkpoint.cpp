@@ -190,13 +190,16 @@ void load(Model& model, const Snapshot& snapshot, const LoadOptions& options) {
   K3_CHECK(extra.empty(), "[checkpoint] {} holds {} tensors that its config has no place for: {}", snapshot.folder(), extra.size(), list(extra));
 }
 
-void save(const Model& model, const std::string& folder, uint64_t shard_bytes) {
-  const Config& c = model.config();
+void save(const Model& model, const std::string& folder, uint64_t shard_bytes, bool with_mtp) {
+  Config c = model.config();
+  const std::string mtp = "model.layers." + std::to_string(c.num_hidden_layers) + ".";
+  if (!with_mtp) c.num_nextn_predict_layers = 0;
   std::filesystem::create_directories(folder);
   std::vector<NamedTensor> tensors;
   std::vector<std::vector<float>> padded;  // A_log as the releases store it
   padded.reserve(model.params().all().size());
   for (const Param& p : model.params().all()) {
+    if (!with_mtp && p.name.starts_with(mtp)) continue;
     Tensor value = p.value;
     if (p.name.ends_with(".A_log")) {
       if (c.nested()) {

@@ -16,8 +16,8 @@ struct LoadOptions {
 // MTP layers and layers beyond num_hidden_layers). The snapshot must outlive the model unless for_training.
 void load(Model& model, const Snapshot& snapshot, const LoadOptions& options);
 
-// config.json and tensors; tokenizer files are the tokenizer's to write.
-void save(const Model& model, const std::string& folder, uint64_t shard_bytes = uint64_t(4) << 30);
+// config.json and tensors; tokenizer files are the tokenizer's to write. Without `with_mtp` the layer of multi-token prediction is dropped.
+void save(const Model& model, const std::string& folder, uint64_t shard_bytes = uint64_t(4) << 30, bool with_mtp = true);
 
 // Where a model's files are: the folder itself when it holds config.json, or the step folder that its file LATEST names (what training
 // writes: OUT/step-000400/ complete, then OUT/LATEST renamed to point at it).

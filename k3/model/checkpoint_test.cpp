@@ -146,6 +146,28 @@ TEST(checkpoint, missing_extra_and_wrong_tensors_are_named) {
       throws_error("is 24 x 96 but this config needs 48 x 48"));
 }
 
+TEST(checkpoint, the_layer_of_multi_token_prediction_is_kept_or_dropped_and_passed_over) {
+  Config c = testing::tiny_k3();
+  c.num_nextn_predict_layers = 1;
+  c.finish();
+  Model m(c, true);
+  testing::fill(m);
+  for (bool keep : {true, false}) {
+    Folder f("mtp");
+    save(m, f.str(), uint64_t(1) << 30, keep);
+    EXPECT_EQ(hidden_of(f.str()), hidden(m));
+    Snapshot snapshot(f.str());
+    Config saved = Config::load(f.str());
+    saved.finish();
+    EXPECT_EQ(saved.num_nextn_predict_layers, keep);
+    EXPECT_EQ(snapshot.find("language_model.model.layers.9.eh_proj.weight") != nullptr, keep);
+    Model again(saved, true);
+    load(again, snapshot, {.for_training = true});
+    EXPECT_EQ(again.has_mtp(), keep);
+    EXPECT_EQ(hidden(again), hidden(m));
+  }
+}
+
 TEST(checkpoint, a_decay_vector_longer_than_the_heads_must_end_in_zeros) {
   auto m = made(testing::tiny_k3());
   auto with = [&](std::vector<float> values) {

@@ -29,7 +29,7 @@ void each_key(C& c, F f) {
   f("moe_router_activation_func", c.moe_router_activation_func), f("topk_method", c.topk_method);
   f("routed_scaling_factor", c.routed_scaling_factor), f("num_expert_group", c.num_expert_group), f("topk_group", c.topk_group);
   f("q_lora_rank", c.q_lora_rank), f("kv_lora_rank", c.kv_lora_rank), f("qk_nope_head_dim", c.qk_nope_head_dim);
-  f("qk_rope_head_dim", c.qk_rope_head_dim), f("v_head_dim", c.v_head_dim), f("mla_use_nope", c.mla_use_nope);
+  f("qk_rope_head_dim", c.qk_rope_head_dim), f("v_head_dim", c.v_head_dim), f("mla_use_nope", c.mla_use_nope), f("rope_theta", c.rope_theta);
   f("mla_use_output_gate", c.mla_use_output_gate), f("tie_word_embeddings", c.tie_word_embeddings);
   f("max_position_embeddings", c.max_position_embeddings), f("num_nextn_predict_layers", c.num_nextn_predict_layers);
   f("bos_token_id", c.bos_token_id), f("pad_token_id", c.pad_token_id), f("eos_token_id", c.eos_token_id);
@@ -56,7 +56,7 @@ constexpr Alias kAliases[] = {{"norm_topk_prob", "moe_renormalize"},
 // Keys of published files that say nothing about the computation. (layer_types and its kin are read in parse().)
 // clang-format off
 const std::vector<std::string> kWithoutEffect = {
-    "architectures", "auto_map", "transformers_version", "use_cache", "model_type", "head_dim", "rope_theta", "rope_scaling",
+    "architectures", "auto_map", "transformers_version", "use_cache", "model_type", "head_dim", "rope_scaling",
     "rope_parameters", "ignore_index", "image_placeholder", "media_placeholder_token_id", "vision_config", "text_config",
     "quantization_config", "compression_config", "layer_types", "mlp_layer_types", "linear_head_dim", "linear_num_heads",
     "linear_conv_kernel_dim", "qk_head_dim", "linear_attn_config", "attention_bias", "attention_dropout", "hidden_dropout",
@@ -159,6 +159,8 @@ Config Config::parse(const json& top) {
     }
     if (object.contains("linear_attn_config") && !object["linear_attn_config"].is_null())
       for (const auto& [key, value] : object["linear_attn_config"].items()) assign(c, "linear_attn_config." + key, value);
+    if (object.contains("rope_scaling") && !object["rope_scaling"].is_null())
+      K3_CHECK(c.mla_use_nope, "[config] rope_scaling is {}, but only null is known where mla_use_nope is false", object["rope_scaling"].dump());
     if (object.contains("layer_types") && object["layer_types"].is_array()) {  // counted from 0; precedes the two lists
       c.kda_layers.clear(), c.full_attn_layers.clear();
       int64_t number = 0;
@@ -219,7 +221,8 @@ void Config::finish() {
            "[config] hidden_act is '{}', but 'silu', 'situ' and 'clipped' are known", hidden_act);
   K3_CHECK(short_conv_kernel_size >= 1 && short_conv_kernel_size <= 8, "[config] short_conv_kernel_size is {}; 1 to 8", short_conv_kernel_size);
   K3_CHECK(!tie_word_embeddings, "[config] tie_word_embeddings is true, but this family has its own lm_head");
-  K3_CHECK(mla_use_nope, "[config] mla_use_nope is false, but no model of this family rotates its queries and keys");
+  K3_CHECK(num_nextn_predict_layers == 0 || num_nextn_predict_layers == 1, "[config] num_nextn_predict_layers is {}, but 0 and 1 are known",
+           num_nextn_predict_layers);
   K3_CHECK(rms_norm_eps > 0, "[config] rms_norm_eps is {} but must be above 0", rms_norm_eps);
   K3_CHECK(moe_router_activation_func == "sigmoid" || moe_router_activation_func == "softmax",
            "[config] moe_router_activation_func is '{}', but 'sigmoid' and 'softmax' are known", moe_router_activation_func);
@@ -277,6 +280,10 @@ void Config::finish() {
     positive("kv_lora_rank", kv_lora_rank), positive("qk_nope_head_dim", qk_nope_head_dim), positive("v_head_dim", v_head_dim);
     K3_CHECK(qk_rope_head_dim >= 0 && q_lora_rank >= 0, "[config] qk_rope_head_dim {} and q_lora_rank {} must not be negative", qk_rope_head_dim,
              q_lora_rank);
+    K3_CHECK(mla_use_nope || (qk_rope_head_dim > 0 && qk_rope_head_dim % 2 == 0 && rope_theta > 0),
+             "[config] mla_use_nope is false, so qk_rope_head_dim ({}) must be even and rope_theta ({}) above 0", qk_rope_head_dim, rope_theta);
+  } else {
+    K3_CHECK(mla_use_nope, "[config] mla_use_nope is false, but no layer is mla, and only mla can rotate its queries and keys");
   }
 }
 
@@ -301,6 +308,7 @@ json Config::to_json() const {
     if (absent_when({"linear_attn_config.kda_layers", "linear_attn_config.full_attn_layers"}, !mixers.empty())) return;
     if (key == "final_mixer" || (key == "attention_head_dim" && attention_head_dim == 0)) return;
     if (absent_when({"latent_moe_norm"}, latent_moe_norm == (latent_moe_use_norm ? "up" : "none") || num_experts == 0)) return;
+    if (absent_when({"rope_theta"}, mla_use_nope)) return;
     if (absent_when({"attn_res_block_size"}, attn_res_block_size == 0)) return;
     if (absent_when({"activation_limit"}, hidden_act != "clipped")) return;
     if (absent_when({"activation_situ_beta", "activation_situ_linear_beta"}, hidden_act != "situ")) return;

@@ -36,7 +36,9 @@ struct Config {
   int64_t q_lora_rank = 0;  // 0: one q_proj
   int64_t kv_lora_rank = 512, qk_nope_head_dim = 128, qk_rope_head_dim = 64, v_head_dim = 128;
   bool mla_use_nope = true, mla_use_output_gate = false, tie_word_embeddings = false;
-  int64_t max_position_embeddings = 1048576, num_nextn_predict_layers = 0;
+  double rope_theta = 10000;  // only when mla_use_nope is false: then the last qk_rope_head_dim channels of mla's queries and keys are rotated
+  int64_t max_position_embeddings = 1048576;
+  int64_t num_nextn_predict_layers = 0;  // 1: training adds a layer that predicts the token after the next one
   int64_t bos_token_id = 1, pad_token_id = 0;
   std::vector<int64_t> eos_token_id = {2};
   double initializer_range = 0.02;

@@ -82,7 +82,16 @@ TEST(config, values_that_cannot_be_are_refused) {
   EXPECT_THAT([&] { with("hidden_act=gelu"); }, throws_error("'silu', 'situ' and 'clipped' are known"));
   EXPECT_THAT([&] { with("num_key_value_heads=2"); }, throws_error("must be a multiple of num_key_value_heads"));
   EXPECT_THAT([&] { with("attn_res_block_size=-1"); }, throws_error("attn_res_block_size"));
-  EXPECT_THAT([&] { with("mla_use_nope=false"); }, throws_error("mla_use_nope"));
+  EXPECT_THAT([&] { with("num_nextn_predict_layers=2"); }, throws_error("num_nextn_predict_layers is 2, but 0 and 1 are known"));
+  auto rotating = [](const std::string& assignment) {
+    Config c = testing::tiny_k3();
+    c.set("mla_use_nope=false");
+    c.set(assignment);
+    c.finish();
+  };
+  EXPECT_NO_THROW(rotating("rope_theta=500"));
+  EXPECT_THAT([&] { rotating("qk_rope_head_dim=0"); }, throws_error("mla_use_nope is false, so qk_rope_head_dim (0) must be even"));
+  EXPECT_THAT([&] { rotating("mixers=kda"); }, throws_error("no layer is mla"));
   EXPECT_NO_THROW(with("linear_attn_config.head_dim=32"));
   EXPECT_NO_THROW(with("head_dim=32"));  // of linear_attn_config: the only head_dim there is to set
 }

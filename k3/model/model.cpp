@@ -2,30 +2,56 @@
 
 #include "k3/core/error.h"
 #include "k3/model/choices.h"
+#include "k3/ops/activation/activation.h"
+#include "k3/ops/concat/concat.h"
 #include "k3/ops/embedding/embedding.h"
+#include "k3/ops/linear/linear.h"
 #include "k3/ops/norm/norm.h"
 #include "k3/tape/checkpoint.h"
 
 namespace k3 {
 
-Model::Model(Config config) : config_(std::move(config)) {
-  const Config& c = config_;
-  Scope top{params_, "model."};
-  embed_tokens_ = &params_.add("model.embed_tokens.weight", {c.vocab_size, c.hidden_size}, {Role::Kind::scalar_row});
-  for (int64_t l = 0; l < c.num_hidden_layers; ++l) {
-    Scope s = top.in("layers." + std::to_string(l));
-    Layer& layer = layers_.emplace_back();
-    layer.input_layernorm = &s.gain("input_layernorm", c.hidden_size);
-    layer.mixer = make_mixer(c, s.in("self_attn"), l);
-    layer.post_attention_layernorm = &s.gain("post_attention_layernorm", c.hidden_size);
-    layer.ffn = make_ffn(c, s, l);
-  }
-  residual_ = make_residual(c, params_);
-  norm_ = &top.gain("norm", c.hidden_size);
-  lm_head_ = &params_.add("lm_head.weight", {c.vocab_size, c.hidden_size}, {Role::Kind::scalar_row});
+Model::Layer Model::make_layer(const Config& c, const Scope& s, int64_t l) {
+  Layer layer;
+  layer.input_layernorm = &s.gain("input_layernorm", c.hidden_size);
+  layer.mixer = make_mixer(c, s.in("self_attn"), l);
+  layer.post_attention_layernorm = &s.gain("post_attention_layernorm", c.hidden_size);
+  layer.ffn = make_ffn(c, s, l);
+  return layer;
 }
 
-Var Model::forward(Context& c, const Tensor& ids, const Batch& batch, ModelState* state) {
+Model::Model(Config config, bool with_mtp) : config_(std::move(config)) {
+  if (!with_mtp) config_.num_nextn_predict_layers = 0;
+  const Config& c = config_;
+  const int64_t L = c.num_hidden_layers, d = c.hidden_size;
+  Scope top{params_, "model."};
+  embed_tokens_ = &params_.add("model.embed_tokens.weight", {c.vocab_size, d}, {Role::Kind::scalar_row});
+  for (int64_t l = 0; l < L; ++l) layers_.push_back(make_layer(c, top.in("layers." + std::to_string(l)), l));
+  residual_ = make_residual(c, params_);
+  norm_ = &top.gain("norm", d);
+  lm_head_ = &params_.add("lm_head.weight", {c.vocab_size, d}, {Role::Kind::scalar_row});
+  if (c.num_nextn_predict_layers == 0) return;
+  Config one_more = c;
+  one_more.mixer_of_layer.push_back(c.mixer_of_layer.back());
+  Scope s = top.in("layers." + std::to_string(L));
+  mtp_ = std::make_unique<Mtp>();
+  mtp_->enorm = &s.gain("enorm", d), mtp_->hnorm = &s.gain("hnorm", d), mtp_->eh_proj = &s.matrix("eh_proj", d, 2 * d);
+  mtp_->layer = make_layer(one_more, s, L);
+  mtp_->norm = &s.in("shared_head").gain("norm", d);
+}
+
+Var Model::mtp_forward(Var features, const Tensor& next_ids, const Batch& batch) {
+  K3_CHECK(mtp_, "[model] there is no layer of multi-token prediction; set num_nextn_predict_layers=1 and train");
+  Context& c = features.context();
+  const float eps = float(config_.rms_norm_eps);
+  Var e = rms_norm(embedding(c, next_ids, *embed_tokens_), *mtp_->enorm, eps);
+  Var h = linear(concat(rms_norm(features, *mtp_->hnorm, eps), e), *mtp_->eh_proj);
+  h = add(h, mtp_->layer.mixer->forward(rms_norm(h, *mtp_->layer.input_layernorm, eps), batch, nullptr));
+  h = add(h, mtp_->layer.ffn->forward(rms_norm(h, *mtp_->layer.post_attention_layernorm, eps), batch));
+  return rms_norm(h, *mtp_->norm, eps);
+}
+
+Var Model::forward(Context& c, const Tensor& ids, const Batch& batch, ModelState* state, Var* features) {
   K3_CHECK(ids.size() == batch.tokens(), "[model] {} token ids but the batch has {} tokens", ids.size(), batch.tokens());
   const float eps = float(config_.rms_norm_eps);
   residual_->begin(embedding(c, ids, *embed_tokens_));
@@ -50,7 +76,9 @@ Var Model::forward(Context& c, const Tensor& ids, const Batch& batch, ModelState
     c.record("partial_sum." + std::to_string(l), sum.value());
     if (l + 1 < L) c.record("hidden." + std::to_string(l + 1), sum.value());
   }
-  Var h = rms_norm(residual_->read(2 * L, residual_->sources(2 * L)), *norm_, eps);
+  Var last = residual_->read(2 * L, residual_->sources(2 * L));
+  if (features) *features = last;
+  Var h = rms_norm(last, *norm_, eps);
   c.record("hidden." + std::to_string(L), h.value());
   return h;
 }

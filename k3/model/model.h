@@ -44,17 +44,29 @@ class ModelState {
 
 class Model {
  public:
-  explicit Model(Config config);
+  // The extra prediction layer that a config with num_nextn_predict_layers = 1 names serves training only: `with_mtp` declares it, else it is left
+  // out, and a file's tensors of it are passed over.
+  explicit Model(Config config, bool with_mtp = false);
 
-  Var forward(Context& c, const Tensor& ids, const Batch& batch, ModelState* state = nullptr);
+  // `features`, if given: (N, hidden_size) before the final norm, what mtp_forward() reads.
+  Var forward(Context& c, const Tensor& ids, const Batch& batch, ModelState* state = nullptr, Var* features = nullptr);
+
+  // Multi-token prediction (training.md 8; DeepSeek-V3 report, arXiv 2412.19437, eq. 21-23): one more block over the features h and the next tokens,
+  //   e_t = embed(x_t+1),   h'_t = block(eh_proj [hnorm(h_t); enorm(e_t)]),   lm_head(norm h'_t) predicts x_t+2       embedding and head are shared
+  // next_ids (N) i32: x_t+1; rows without one must be padding in `batch`. The block is the last layer's kind, with plain residuals.
+  bool has_mtp() const { return mtp_ != nullptr; }
+  Var mtp_forward(Var features, const Tensor& next_ids, const Batch& batch);
+
   ModelState new_state(int64_t slots, Device device, bool deterministic) const;
 
   const Config& config() const { return config_; }
   ParamSet& params() { return params_; }
   const ParamSet& params() const { return params_; }
   Param& lm_head() { return *lm_head_; }
-  Mixer& mixer(int64_t layer) { return *layers_[size_t(layer)].mixer; }
-  Ffn& ffn(int64_t layer) { return *layers_[size_t(layer)].ffn; }
+  // Layers 0 .. num_hidden_layers - 1, then the one of multi-token prediction if it is there.
+  int64_t layers() const { return int64_t(layers_.size()) + has_mtp(); }
+  Mixer& mixer(int64_t layer) { return *at(layer).mixer; }
+  Ffn& ffn(int64_t layer) { return *at(layer).ffn; }
 
   // Keep only each sublayer's result and compute the inside again in the backward.
   bool recompute = false;
@@ -65,10 +77,18 @@ class Model {
     std::unique_ptr<Ffn> ffn;
     Param *input_layernorm, *post_attention_layernorm;
   };
+  struct Mtp {
+    Layer layer;
+    Param *enorm, *hnorm, *eh_proj, *norm;
+  };
+  const Layer& at(int64_t layer) const { return layer < int64_t(layers_.size()) ? layers_[size_t(layer)] : mtp_->layer; }
+  static Layer make_layer(const Config& c, const Scope& s, int64_t layer);
+
   Config config_;
   ParamSet params_;
   Param *embed_tokens_, *norm_, *lm_head_;
   std::vector<Layer> layers_;
+  std::unique_ptr<Mtp> mtp_;
   std::unique_ptr<Residual> residual_;
 };
 

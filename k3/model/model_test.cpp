@@ -164,6 +164,66 @@ TEST_P(model, the_null_device_predicts_the_memory_of_a_training_step) {
 
 INSTANTIATE_TEST_SUITE_P(family, model, ::testing::Values("k3", "linear"), [](const auto& info) { return std::string(info.param); });
 
+// The slope along a random direction of each parameter, from both losses together: only the shared paths (embedding, head, backbone through the
+// features) make it other than the sum of two trained apart. A dense model: a router's choice has no slope.
+TEST(mtp, backward_follows_the_forward) {
+  Config c = testing::tiny_k3();
+  c.num_experts = 0, c.num_nextn_predict_layers = 1, c.num_hidden_layers = 3;
+  c.set("mixers=kda,mla");
+  c.finish();
+  Model m(c, true);
+  testing::fill(m);
+  m.params().allocate_grads();
+  const std::vector<int32_t> ids = some_ids(40, c.vocab_size), next = some_ids(40, c.vocab_size, 4), targets = some_ids(40, c.vocab_size, 5);
+  Batch batch = Batch::of_lengths({23, 17}), padded = batch;
+  padded.padding.assign(40, 0), padded.padding[22] = padded.padding[39] = 1;
+  std::vector<int32_t> after_next = targets;
+  after_next[22] = after_next[39] = kIgnored;
+  auto loss = [&](testing::Step& step) {
+    Var features;
+    Var h = m.forward(step.context, tensor_of(ids), batch, nullptr, &features);
+    double sum = cross_entropy(h, m.lm_head(), tensor_of(targets), 1).sum;
+    return sum + 0.5 * cross_entropy(m.mtp_forward(features, tensor_of(next), padded), m.lm_head(), tensor_of(after_next), 0.5f).sum;
+  };
+  testing::Step step;
+  loss(step);
+  step.context.tape->run_backward();
+  for (Param& p : m.params().all()) {
+    if (p.grad.empty()) continue;
+    testing::Values v(p.value.size(), 11), before(p.value.size(), 1);
+    std::memcpy(before.data(), p.value.data(), p.value.bytes());
+    double scale = 1 / std::sqrt(double(p.value.size())), slope = 0;
+    for (int64_t i = 0; i < p.value.size(); ++i) slope += p.grad.f32()[i] * v[i] * scale;
+    auto moved = [&](double by) {
+      for (int64_t i = 0; i < p.value.size(); ++i) p.value.f32()[i] = before[i] + float(by * v[i] * scale);
+      testing::Step s(false);
+      return loss(s);
+    };
+    const double h = 1e-2, measured = (moved(h) - moved(-h)) / (2 * h);
+    std::memcpy(p.value.data(), before.data(), p.value.bytes());
+    EXPECT_NEAR(measured, slope, 6e-3 * (std::abs(slope) + 1)) << p.name;  // the loss is near 270: rounding 1e-5 / h beside the curvature h^2
+  }
+}
+
+TEST(mtp, is_left_out_unless_asked_for) {
+  Config c = testing::tiny_k3();
+  c.num_nextn_predict_layers = 1;
+  c.finish();
+  Model without(c), with(c, true);
+  EXPECT_FALSE(without.has_mtp());
+  EXPECT_EQ(without.config().num_nextn_predict_layers, 0);
+  EXPECT_EQ(without.layers(), 9);
+  EXPECT_EQ(with.layers(), 10);
+  EXPECT_EQ(without.params().find("model.layers.9.eh_proj.weight"), nullptr);
+  EXPECT_EQ(with.params().find("model.layers.9.eh_proj.weight")->shape, Shape({48, 96}));
+  testing::Step step;
+  EXPECT_THAT(
+      [&] {
+        without.mtp_forward(step.input(testing::Values(48, 1), {1, 48}), tensor_of({1}), Batch::one(1));
+      },
+      testing::throws_error("set num_nextn_predict_layers=1"));
+}
+
 TEST(model_start, depth_attention_at_zero_query_is_the_plain_residual_network) {
   Config c = testing::tiny_k3(), plain = c;
   plain.attn_res_block_size = 0;

@@ -145,7 +145,7 @@ std::string stacked_bars(const std::string& title, const std::vector<Bar>& bars,
                          std::max(0.5, w - 1.5), colour, escape(n), show(v, unit), 100 * v / sum);
       x += w;
       std::string label = fmt::format("{} {}", n, show(v, unit));
-      double need = 18 + 6.3 * double(label.size());
+      double need = 22 + 6.7 * double(label.size());
       if (lx + need > left + width + 10) lx = left, ly += 15;
       out += fmt::format("<rect x='{:.1f}' y='{:.1f}' width='9' height='9' rx='2' fill='{}'/>", lx, ly, colour) +
              text(lx + 13, ly + 8, label, "start", "s");

@@ -96,6 +96,49 @@ std::string curves(const std::vector<ReportModel>& models, const Hardware& h, co
          xy_chart("How many sequences of a length fit into a group", "tokens of context", "sequences", cache, "", "");
 }
 
+// Training: what a rank holds, where the step's FLOPs go, and how both grow.
+std::string training_charts(const std::vector<ReportModel>& models, const Hardware& h) {
+  std::vector<Bar> memory, flops;
+  std::vector<Series> token, resident;
+  for (const ReportModel& m : models) {
+    const TrainingMemory x = training_memory(m.architecture, m.deployment);
+    const std::string name = models.size() > 1 ? m.architecture.name : "";
+    memory.push_back({name.empty() ? "one rank" : name,
+                      show(h.memory, "B"),
+                      {{"weights", x.weights},
+                       {"gradients", x.gradients},
+                       {"optimizer", x.optimizer},
+                       {"free, for activations", std::max(0.0, h.memory - x.total())}}});
+    Bar counted{name.empty() ? "a micro-batch, forward and backward" : name, "", {}};
+    double sum = 0;
+    for (const Section& s : m.sections)
+      for (const Number& n : s.numbers) {
+        const std::string start = "counted.train.", op = n.key.size() > start.size() && n.key.starts_with(start) ? n.key.substr(start.size()) : "";
+        if (op.empty() || n.unit != "FLOP" || op == "total" || op == "optimizer" || op == "recompute_flops" || op.starts_with("closed_form."))
+          continue;
+        counted.parts.emplace_back(op, n.value), sum += n.value;
+      }
+    counted.total = show(sum, "FLOP");
+    if (sum > 0) flops.push_back(counted);
+    Series a{m.architecture.name, {}}, b = a;
+    for (double length = 1024; length <= 1048576; length *= 2) a.points.push_back({length, training_flops(m.architecture, length).total(), "", ""});
+    for (int64_t times = 1; times <= 64; times *= 2) {
+      Deployment d = m.deployment;
+      d.dp *= times, d.gpus *= times;
+      b.points.push_back({double(d.gpus), training_memory(m.architecture, d).total(), "", ""});
+    }
+    token.push_back(a), resident.push_back(b);
+  }
+  resident.push_back({"a GPU's memory",
+                      {{resident[0].points.front().x, h.memory, "", ""}, {resident[0].points.back().x, h.memory, "all of a GPU", ""}},
+                      true,
+                      true});
+  return stacked_bars("Memory of one rank", memory, "B") +
+         (flops.empty() ? "" : stacked_bars("FLOPs by operator, counted from the code", flops, "FLOP")) +
+         xy_chart("FLOPs a token over the length of a sequence", "tokens of a sequence", "FLOPs a token", token, "", "FLOP") +
+         xy_chart("Weights, gradients and optimizer of a rank, the layout repeated", "GPUs", "bytes of a rank", resident, "", "B");
+}
+
 }  // namespace
 
 std::string html_report(const std::vector<ReportModel>& models, const Hardware& h, const Question& q) {
@@ -106,8 +149,12 @@ std::string html_report(const std::vector<ReportModel>& models, const Hardware& 
   out +=
       fmt::format(". Times are estimates with the constants '{}' ({}); published cases are predicted to 15 to 30 %. Bytes and FLOPs are exact.</p>",
                   escape(h.efficiency.name), escape(h.efficiency.source));
-  for (const ReportModel& m : models) out += roofline(m, h, q);
-  out += bars(models, h, q) + curves(models, h, q);
+  if (q.train) {
+    out += training_charts(models, h);
+  } else {
+    for (const ReportModel& m : models) out += roofline(m, h, q);
+    out += bars(models, h, q) + curves(models, h, q);
+  }
   for (const ReportModel& m : models)
     for (const Section& s : m.sections) {
       out += fmt::format("<h2>{}{}</h2><table>", models.size() > 1 ? escape(m.architecture.name) + ": " : "", escape(s.title));

@@ -13,7 +13,7 @@ Balance::Balance(Model& model, const TrainOptions& options) : options_(options) 
   K3_CHECK(!options.balance.starts_with("quantile") || c.num_experts == 0 || c.num_expert_group == 1 || c.topk_group == c.num_expert_group,
            "[config] balance=quantile needs num_expert_group 1: a quantile over all experts cannot know the limits of {} groups; use balance=sign",
            c.num_expert_group);
-  for (int64_t l = 0; l < c.num_hidden_layers; ++l) {
+  for (int64_t l = 0; l < model.layers(); ++l) {
     if (RouterWatch* r = model.ffn(l).router()) routers_.push_back(r), moe_layers_.push_back(l);
     if (QkClip* q = model.mixer(l).qk_clip()) heads_.push_back(q);
   }

@@ -281,6 +281,18 @@ TEST(sampler, targets_and_sequences_never_cross_a_border) {
   EXPECT_EQ(b.counted, counted);
 }
 
+TEST(sampler, two_ahead_stays_inside_a_piece) {
+  TokenBatch b;
+  b.batch = Batch::of_lengths({4, 1, 0, 2, 1});
+  b.ids = {10, 11, 12, 13, 20, 30, 31, 40};
+  b.targets = {11, 12, 13, kIgnored, kIgnored, 31, 32, kIgnored};  // the second last piece goes on beyond its row
+  const NextTokens n(b);
+  EXPECT_EQ(n.targets, (std::vector<int32_t>{12, 13, kIgnored, kIgnored, kIgnored, 32, kIgnored, kIgnored}));
+  EXPECT_EQ(n.batch.padding, (std::vector<uint8_t>{0, 0, 0, 1, 1, 0, 0, 1}));
+  EXPECT_EQ(n.counted, 3);
+  for (size_t t = 0; t < n.ids.size(); ++t) EXPECT_EQ(n.ids[t], n.batch.padding[t] ? 0 : b.targets[t]);
+}
+
 TEST(sampler, copies_of_a_document_are_on_one_side) {
   TemporaryFolder folder;
   std::string text = testing::tiny_text(60);

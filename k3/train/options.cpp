@@ -31,6 +31,7 @@ void each_key(O& o, F f) {
   f("balance_ema", o.balance_ema, must_stay);
   f("log_every", o.log_every, may_change), f("eval_every", o.eval_every, may_change), f("save_every", o.save_every, may_change);
   f("eval_tokens", o.eval_tokens, may_change);
+  f("mtp_loss_weight", o.mtp_loss_weight, must_stay), f("mtp_keep", o.mtp_keep, may_change);
 }
 
 void read(const std::string& key, const json& value, std::string& to) {
@@ -129,7 +130,7 @@ void TrainOptions::finish() {
   between("learning_rate", learning_rate, 0, 10), between("weight_decay", weight_decay, 0, 10), between("muon_momentum", muon_momentum, 0, 0.9999);
   between("adam_beta1", adam_beta1, 0, 0.9999), between("adam_beta2", adam_beta2, 0, 0.99999), between("adam_eps", adam_eps, 1e-30, 1);
   between("gradient_clip", gradient_clip, 0, 1e9), between("qk_clip_tau", qk_clip_tau, 0, 1e9), between("balance_sign_step", balance_sign_step, 0, 1);
-  between("balance_ema", balance_ema, 0, 0.999);
+  between("balance_ema", balance_ema, 0, 0.999), between("mtp_loss_weight", mtp_loss_weight, 0, 100);
   one_of("optimizer", optimizer, {"muon_per_head", "muon", "adamw"});
   one_of("balance", balance, {"quantile", "quantile_exact", "sign", "none"});
   K3_CHECK(document_separator.find('\n') == std::string::npos, "[config] document_separator must be one line without its end");

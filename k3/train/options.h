@@ -24,6 +24,9 @@ struct TrainOptions {
   int64_t steps = 1000;
   int64_t seed = 1;
   bool recompute = false;  // keep each sublayer's result only and compute its inside again in the backward: less memory
+  // multi-token prediction (training.md 8), when the model's num_nextn_predict_layers is 1
+  double mtp_loss_weight = 0.3;  // lambda
+  bool mtp_keep = true;          // false: the run ends with a snapshot without that layer, in the folder "final"
   // updates (training.md 1)
   double learning_rate = 3e-3;  // the peak
   double min_learning_rate_ratio = 0.1, warmup_ratio = 0.01, weight_decay = 0.1;

@@ -211,7 +211,7 @@ void train(const RunRequest& request, const RunEvents& events) {
   Split split = split_documents(data, options.held_out);
 
   // 3. The model, and where it stands.
-  Model model(run.model);
+  Model model(run.model, true);
   if (newest) {
     Snapshot snapshot(*newest);
     load(model, snapshot, {.for_training = true});
@@ -288,6 +288,7 @@ void train(const RunRequest& request, const RunEvents& events) {
               {"tokens_per_second", rate},
               {"share_of_peak", share},
               {"clipped_heads", r.clipped_heads}};
+    if (model.has_mtp()) m["mtp_loss"] = r.mtp_loss;
     double fullest = 0;
     for (size_t i = 0; i < r.load.size(); ++i) {
       m["load"].push_back({{"layer", trainer.moe_layers()[i]}, {"max_over_mean", r.load[i]}});
@@ -320,14 +321,24 @@ void train(const RunRequest& request, const RunEvents& events) {
     }
     metrics.add(m.dump());
     if (log || !held.empty())
-      events.line(fmt::format("step {}/{} | loss {:.4f} | {:.4f} bits/byte | norm {:.3f} | lr {:.2e} | {} tokens/s | {:.0f}% of peak{}{} | {} left{}",
-                              step, options.steps, r.loss, r.bits_per_byte, r.gradient_norm, r.learning_rate, thousands(int64_t(rate)), 100 * share,
-                              r.load.empty() ? "" : fmt::format(" | load {:.2f}", fullest),
-                              r.clipped_heads ? fmt::format(" | clipped {}", r.clipped_heads) : "", time_left(), held));
+      events.line(
+          fmt::format("step {}/{} | loss {:.4f} | {:.4f} bits/byte{} | norm {:.3f} | lr {:.2e} | {} tokens/s | {:.0f}% of peak{}{} | {} left{}", step,
+                      options.steps, r.loss, r.bits_per_byte, model.has_mtp() ? fmt::format(" | after next {:.4f}", r.mtp_loss) : "", r.gradient_norm,
+                      r.learning_rate, thousands(int64_t(rate)), 100 * share, r.load.empty() ? "" : fmt::format(" | load {:.2f}", fullest),
+                      r.clipped_heads ? fmt::format(" | clipped {}", r.clipped_heads) : "", time_left(), held));
     if (last || stopping || step % options.save_every == 0) save_state(), saved = step;
     if (!held.empty() || last || stopping) report();
   }
   if (saved != trainer.steps_done()) save_state(), saved = trainer.steps_done();
+  if (model.has_mtp() && !options.mtp_keep && trainer.steps_done() == options.steps) {
+    const std::string path = folder.file("final"), part = path + ".part";
+    fs::remove_all(part);
+    save(model, part, uint64_t(4) << 30, false);
+    tokenizer.save(part);
+    fs::remove_all(path);
+    fs::rename(part, path);
+    events.line(fmt::format("without the layer of multi-token prediction: {}", path));
+  }
   if (trainer.steps_done() == first) report();
   if (stopping && trainer.steps_done() < options.steps)
     events.line(fmt::format("stopped after step {} of {}; go on with --resume", trainer.steps_done(), options.steps));

@@ -156,6 +156,27 @@ TEST(run, a_lost_token_file_is_made_anew_from_the_same_data_only) {
   expect_same_run(p.folder / "straight", p.folder / "out");
 }
 
+TEST(run, multi_token_prediction_resumes_and_ends_without_its_layer_if_asked) {
+  Place p;
+  auto with = [&](Mode mode, const char* out) {
+    RunRequest r = p.request(mode, out);
+    r.assignments = {"num_nextn_predict_layers=1", "mtp_keep=false"};
+    return r;
+  };
+  p.go(with(Mode::start, "straight"));
+  EXPECT_THAT(p.said, HasSubstr(" | after next "));
+  p.go(with(Mode::start, "out"), 3);
+  EXPECT_FALSE(fs::exists(p.out("final")));
+  p.go(with(Mode::resume, "out"));
+  expect_same_run(p.folder / "out", p.folder / "straight");
+  Config final = Config::load(p.out("final")), kept = Config::load(p.out("step-000008"));
+  EXPECT_EQ(final.num_nextn_predict_layers, 0);
+  EXPECT_EQ(kept.num_nextn_predict_layers, 1);
+  final.finish();
+  Model m(final);
+  EXPECT_NO_THROW(load(m, Snapshot(p.out("final")), {.for_training = true}));
+}
+
 TEST(run, a_folder_in_use_is_never_written_over) {
   Place p;
   EXPECT_THAT([&] { p.go(p.request(Mode::resume)); }, throws_error("holds no checkpoint to go on from; start without --resume"));

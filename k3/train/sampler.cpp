@@ -33,6 +33,23 @@ void TokenBatch::add(const TokenFile& file, const Piece& p) {
   pieces.push_back(p);
 }
 
+NextTokens::NextTokens(const TokenBatch& b) : batch(b.batch) {
+  const size_t n = size_t(b.batch.tokens());
+  ids.assign(n, 0), targets.assign(n, kIgnored), batch.padding.assign(n, 0);
+  if (b.targets.empty()) return;
+  for (int64_t s = 0; s < b.batch.sequences(); ++s) {
+    const size_t end = size_t(b.batch.begin(s) + b.batch.length(s));
+    for (size_t t = size_t(b.batch.begin(s)); t < end; ++t) {
+      const int32_t next = b.targets[t];
+      batch.padding[t] = next < 0;
+      if (next < 0) continue;
+      ids[t] = next;
+      if (t + 1 < end) targets[t] = b.targets[t + 1];
+      counted += targets[t] >= 0;
+    }
+  }
+}
+
 Sampler::Sampler(const TokenFile& file, std::vector<int64_t> documents, uint64_t seed, int64_t sequence_length)
     : file_(file), documents_(std::move(documents)), seed_(seed), row_(sequence_length) {
   for (int64_t d : documents_) epoch_tokens_ += file.length(d);

@@ -32,6 +32,15 @@ struct TokenBatch {
   void add(const TokenFile& file, const Piece& piece);
 };
 
+// What multi-token prediction sees of a batch: row t reads the next token, x_t+1, and is asked for x_t+2. Both must lie in t's piece; a row
+// without a next token is padding.
+struct NextTokens {
+  std::vector<int32_t> ids, targets;  // (N) each
+  Batch batch;
+  int64_t counted = 0;
+  explicit NextTokens(const TokenBatch& b);  // of a batch without tokens: shapes only
+};
+
 class Sampler {
  public:
   Sampler(const TokenFile& file, std::vector<int64_t> documents, uint64_t seed, int64_t sequence_length);

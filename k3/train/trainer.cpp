@@ -23,16 +23,27 @@ Tensor lend_ids(Context& c, const std::vector<int32_t>& ids, int64_t n) {
   return t;
 }
 
-// Forward, loss and backward of one batch, on whatever device the context names.
-Loss run_micro_batch(Model& model, Context& c, const TokenBatch& b, float weight) {
+struct Losses {
+  double next = 0, after_next = 0;  // sums
+};
+
+// Forward, losses and backward of one batch, on whatever device the context names.
+Losses run_micro_batch(Model& model, Context& c, const TokenBatch& b, float weight, const NextTokens* mtp, float mtp_weight) {
   Tape tape;
   c.tape = &tape;
   const int64_t n = b.batch.tokens();
   Tensor ids = lend_ids(c, b.ids, n), targets = lend_ids(c, b.targets, n);
-  Loss loss = cross_entropy(model.forward(c, ids, b.batch), model.lm_head(), targets, weight);
+  Var features;
+  Losses losses;
+  Var h = model.forward(c, ids, b.batch, nullptr, mtp ? &features : nullptr);
+  losses.next = cross_entropy(h, model.lm_head(), targets, weight).sum;
+  if (mtp) {
+    Tensor next = lend_ids(c, mtp->ids, n), after_next = lend_ids(c, mtp->targets, n);
+    losses.after_next = cross_entropy(model.mtp_forward(features, next, mtp->batch), model.lm_head(), after_next, mtp_weight).sum;
+  }
   tape.run_backward();
   c.tape = nullptr;
-  return loss;
+  return losses;
 }
 
 // Averages what the gates of each layer do, from the records of one forward.
@@ -57,7 +68,8 @@ class GateWatch {
 struct Trainer::Shadow {
   Model model;
   Optimizer optimizer;
-  Shadow(const Model& like, const TrainOptions& options) : model(like.config()), optimizer(prepare(model, like), options, Device::null) {}
+  Shadow(const Model& like, const TrainOptions& options)
+      : model(like.config(), like.has_mtp()), optimizer(prepare(model, like), options, Device::null) {}
   static ParamSet& prepare(Model& m, const Model& like) {
     m.recompute = like.recompute;
     m.params().allocate(Device::null);
@@ -95,7 +107,8 @@ Forecast Trainer::forecast(const Batch& batch) {
   c.on_cost = [&](std::string_view, const Cost& cost) { f.flops += cost.flops; };
   TokenBatch b;
   b.batch = batch;
-  run_micro_batch(shadow_->model, c, b, 1);
+  const NextTokens next(b);
+  run_micro_batch(shadow_->model, c, b, 1, model_.has_mtp() ? &next : nullptr, 1);
   f.bytes = arena.peak();
   return f;
 }
@@ -106,10 +119,12 @@ StepReport Trainer::step(bool with_gates) {
   r.step = steps_done_ + 1;
   r.learning_rate = learning_rate(options_, steps_done_);
   std::vector<TokenBatch> batches;
-  int64_t counted = 0;
+  std::vector<NextTokens> next;  // of each batch, with multi-token prediction
+  int64_t counted = 0, mtp_counted = 0;
   for (int64_t at = 0; at < options_.batch_tokens; at += options_.micro_batch_tokens) {
     batches.push_back(sampler_.tokens(steps_done_ * options_.batch_tokens + at, std::min(options_.micro_batch_tokens, options_.batch_tokens - at)));
     counted += batches.back().counted;
+    if (model_.has_mtp()) mtp_counted += next.emplace_back(batches.back()).counted;
     r.tokens += batches.back().batch.tokens();
   }
   r.forecast_bytes = update_.bytes, r.flops = update_.flops;
@@ -125,8 +140,10 @@ StepReport Trainer::step(bool with_gates) {
   balance_.begin_step();
   GateWatch gates;
   Context c{.arena = arena_.get(), .observe = true};
-  double sum = 0;
+  double sum = 0, mtp_sum = 0;
   int64_t bytes = 0;
+  const float weight = counted ? float(1 / double(counted)) : 0.0f,
+              mtp_weight = mtp_counted ? float(options_.mtp_loss_weight / double(mtp_counted)) : 0.0f;
   for (size_t i = 0; i < batches.size(); ++i) {
     const TokenBatch& b = batches[i];
     if (on_batch) on_batch(b);
@@ -134,7 +151,8 @@ StepReport Trainer::step(bool with_gates) {
       c.on_record = std::ref(gates);
     else
       c.on_record = nullptr;
-    sum += run_micro_batch(model_, c, b, counted ? float(1 / double(counted)) : 0.0f).sum;
+    const Losses losses = run_micro_batch(model_, c, b, weight, model_.has_mtp() ? &next[i] : nullptr, mtp_weight);
+    sum += losses.next, mtp_sum += losses.after_next;
     arena_->rewind(0);
     for (int32_t t : b.targets)
       if (t >= 0) bytes += int64_t(tokenizer_.token_bytes(t).size());
@@ -148,6 +166,7 @@ StepReport Trainer::step(bool with_gates) {
     balance_.update_bias();
   }
   ++steps_done_;
+  r.mtp_loss = mtp_counted ? mtp_sum / double(mtp_counted) : 0;
   r.loss = counted ? sum / double(counted) : 0;
   r.bits_per_byte = bytes ? sum / std::log(2.0) / double(bytes) : 0;
   r.gates = std::move(gates.gates);

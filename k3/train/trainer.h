@@ -35,6 +35,7 @@ struct GateHealth {
 struct StepReport {
   int64_t step = 0;          // from 1
   double loss = 0;           // mean -log p of the counted tokens, in nats
+  double mtp_loss = 0;       // the same of the token after the next one; 0 without multi-token prediction
   double bits_per_byte = 0;  // sum of -log2 p over the bytes that the targets stand for; [EOS] costs bits and stands for none
   double gradient_norm = 0, learning_rate = 0, seconds = 0, flops = 0;
   int64_t tokens = 0, clipped_heads = 0;

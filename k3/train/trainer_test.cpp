@@ -36,7 +36,7 @@ struct Rig {
     split = split_documents(*file, options.held_out);
     run.model.vocab_size = tokenizer.vocabulary();
     run.model.finish();
-    model = std::make_unique<Model>(run.model);
+    model = std::make_unique<Model>(run.model, true);
     model->params().allocate(Device::cpu);
     initialize(*model, 1);
     trainer = std::make_unique<Trainer>(*model, *file, split.train, tokenizer, options);
@@ -198,15 +198,40 @@ TEST(trainer, documents_do_not_leak) {
 }
 
 TEST(trainer, the_forecast_is_what_a_step_takes) {
-  for (const char* recompute : {"recompute=false", "recompute=true"}) {
-    Rig rig({recompute, "micro_batch_tokens=64"});
-    for (int i = 0; i < 3; ++i) {
-      StepReport r = rig.trainer->step();
-      EXPECT_LE(r.peak_bytes, r.forecast_bytes);
-      EXPECT_GE(double(r.peak_bytes), 0.9 * double(r.forecast_bytes));
-      EXPECT_GT(r.flops, 0);
+  for (const char* recompute : {"recompute=false", "recompute=true"})
+    for (const char* mtp : {"num_nextn_predict_layers=0", "num_nextn_predict_layers=1"}) {
+      Rig rig({recompute, mtp, "micro_batch_tokens=64"});
+      for (int i = 0; i < 3; ++i) {
+        StepReport r = rig.trainer->step();
+        EXPECT_LE(r.peak_bytes, r.forecast_bytes);
+        EXPECT_GE(double(r.peak_bytes), 0.9 * double(r.forecast_bytes));
+        EXPECT_GT(r.flops, 0);
+      }
     }
+}
+
+TEST(trainer, at_weight_zero_multi_token_prediction_teaches_the_others_nothing) {
+  Rig plain, with({"num_nextn_predict_layers=1", "mtp_loss_weight=0"}), taught({"num_nextn_predict_layers=1"});
+  for (int i = 0; i < 3; ++i) EXPECT_EQ(plain.trainer->step().loss, with.trainer->step().loss), taught.trainer->step();
+  bool differs = false;
+  for (const Param& p : plain.model->params().all()) {
+    EXPECT_TRUE(std::memcmp(p.value.data(), with.model->params().find(p.name)->value.data(), p.value.bytes()) == 0) << p.name;
+    differs |= std::memcmp(p.value.data(), taught.model->params().find(p.name)->value.data(), p.value.bytes()) != 0;
   }
+  EXPECT_TRUE(differs);
+}
+
+TEST(trainer, the_layer_of_multi_token_prediction_learns_and_its_experts_are_balanced) {
+  Rig rig({"num_nextn_predict_layers=1", "steps=40"});
+  ASSERT_EQ(rig.model->layers(), 3);
+  EXPECT_EQ(rig.trainer->moe_layers(), (std::vector<int64_t>{1, 2}));
+  const double first = rig.trainer->step().mtp_loss;
+  StepReport last;
+  for (int i = 0; i < 39; ++i) last = rig.trainer->step();
+  EXPECT_LT(last.mtp_loss, first - 1);
+  EXPECT_EQ(last.load.size(), 2u);
+  const Tensor bias = rig.model->ffn(2).router()->bias->value;
+  EXPECT_GT(*std::max_element(bias.f32(), bias.f32() + bias.size()), 0);
 }
 
 TEST(trainer, a_gradient_that_is_not_finite_skips_the_step_and_is_named) {

@@ -20,6 +20,7 @@ const std::vector<Variant>& variants() {
   static const std::vector<Variant> all = {
       {"mla_without_extra_branch", "mla", {"qk_rope_head_dim=0", "kv_lora_rank=36", "qk_nope_head_dim=24"}},  // 576/0 in miniature
       {"mla_mostly_latent", "mla", {"qk_rope_head_dim=16", "kv_lora_rank=20", "v_head_dim=8", "q_lora_rank=0", "mla_use_output_gate=false"}},
+      {"mla_rotated", "mla", {"mla_use_nope=false", "rope_theta=100"}},
       {"kda_softplus_low_rank_gate", "kda", {"gate_lower_bound=null", "use_full_rank_gate=false"}},
       {"gqa_three_kv_heads", "gqa", {"num_key_value_heads=3"}},
   };

@@ -1,4 +1,4 @@
-// Gated multi-head latent attention without position encoding (K3 report eq. 7, model.md 4).
+// Gated multi-head latent attention without position encoding (K3 report eq. 7, model.md 4); with mla_use_nope = false it rotates, to compare.
 #include <algorithm>
 #include <cmath>
 
@@ -7,6 +7,7 @@
 #include "k3/ops/attention/attention.h"
 #include "k3/ops/linear/linear.h"
 #include "k3/ops/norm/norm.h"
+#include "k3/ops/rope/rope.h"
 
 namespace k3 {
 
@@ -45,13 +46,20 @@ class Mla : public Mixer {
                             shape_.nope == shape_.value ? 2 * shape_.heads : shape_.heads)),
         g_proj_(c.mla_use_output_gate ? &s.matrix("g_proj", shape_.heads * shape_.value, c.hidden_size) : nullptr),
         o_proj_(s.matrix("o_proj", c.hidden_size, shape_.heads * shape_.value)),
+        rope_theta_(c.mla_use_nope ? 0 : c.rope_theta),
         clip_{std::vector<float>(size_t(shape_.heads), -INFINITY), &q_proj_, &kv_b_proj_, shape_.nope, shape_.rope, shape_.value} {}
 
   Var forward(Var x, const Batch& batch, State* state) override {
     Context& c = x.context();
     Var q = q_a_proj_ ? linear(rms_norm(linear(x, *q_a_proj_), *q_a_layernorm_, kLatentNormEps), q_proj_) : linear(x, q_proj_);
     Var latent = rms_norm(linear_rows(x, kv_a_proj_, 0, shape_.rank), kv_a_layernorm_, kLatentNormEps);
-    Var k_pe = linear_rows(x, kv_a_proj_, shape_.rank, shape_.rank + shape_.rope);  // never rotated, never normed
+    Var k_pe = linear_rows(x, kv_a_proj_, shape_.rank, shape_.rank + shape_.rope);  // never normed
+    if (rope_theta_ > 0) {
+      std::vector<int64_t> first;
+      for (size_t i = 0; state && i < batch.slots.size(); ++i) first.push_back(batch.slots[i] < 0 ? 0 : state->tokens(batch.slots[i]));
+      q = rope(q, {shape_.heads, shape_.nope, shape_.rope, rope_theta_}, batch, first);
+      k_pe = rope(k_pe, {1, 0, shape_.rope, rope_theta_}, batch, first);
+    }
     bool watch = c.observe && !c.recomputing;
     Tensor largest = watch ? c.arena->lend(DType::f32, {shape_.heads}) : Tensor();
     Var o = mla_attention(q, latent, k_pe, kv_b_proj_, shape_, batch, state ? &static_cast<LatentState*>(state)->cache : nullptr,
@@ -78,6 +86,7 @@ class Mla : public Mixer {
   Param &q_proj_, &kv_a_proj_, &kv_a_layernorm_, &kv_b_proj_;
   Param* g_proj_;
   Param& o_proj_;
+  double rope_theta_;  // 0: no rotation
   QkClip clip_;
 };
 
