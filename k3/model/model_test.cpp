@@ -4,6 +4,7 @@
 
 #include "k3/model/testing.h"
 #include "k3/ops/loss/loss.h"
+#include "k3/ops/norm/norm.h"
 
 namespace k3 {
 namespace {
@@ -203,6 +204,17 @@ TEST(mtp, backward_follows_the_forward) {
     std::memcpy(p.value.data(), before.data(), p.value.bytes());
     EXPECT_NEAR(measured, slope, 6e-3 * (std::abs(slope) + 1)) << p.name;  // the loss is near 270: rounding 1e-5 / h beside the curvature h^2
   }
+}
+
+TEST(mtp, reads_the_depth_before_the_final_norm) {
+  Config c = testing::tiny_k3();
+  c.finish();
+  Model m(c);
+  testing::fill(m);
+  testing::Step step(false);
+  Var features, h = m.forward(step.context, tensor_of(some_ids(9, c.vocab_size)), Batch::one(9), nullptr, &features);
+  EXPECT_TRUE(testing::same_bits(rms_norm(features, *m.params().find("model.norm.weight"), float(c.rms_norm_eps)).value(), h.value()));
+  EXPECT_FALSE(testing::same_bits(features.value(), h.value()));
 }
 
 TEST(mtp, is_left_out_unless_asked_for) {
