@@ -97,12 +97,14 @@ std::vector<std::string> shipped_models() {
 }
 
 Architecture load_architecture(const std::string& what, const std::vector<std::string>& sets) {
+  // A shipped name means the shipped model wherever one stands; a file or folder of that name is ./NAME.
+  const std::vector<std::string> shipped = shipped_models();
   std::string path = what;
   std::error_code none;
   if (fs::is_directory(path, none)) path += "/config.json";
-  if (!fs::is_regular_file(path, none)) path = configs_folder() + "/" + what + ".json";
+  if (std::find(shipped.begin(), shipped.end(), what) != shipped.end()) path = configs_folder() + "/" + what + ".json";
   K3_CHECK(fs::is_regular_file(path, none), "[plan] '{}' is no shipped model, config file or snapshot folder; the nearest shipped one is '{}'", what,
-           nearest(what, shipped_models()));
+           nearest(what, shipped));
   json j = json::parse(read_file(path), nullptr, false);
   K3_CHECK(!j.is_discarded() && j.is_object(), "[plan] {} is not a JSON object", path);
 
