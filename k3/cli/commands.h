@@ -12,5 +12,7 @@ void add_inspect(CLI::App& app);
 void add_verify(CLI::App& app);
 void add_tokenize(CLI::App& app);
 void add_plan(CLI::App& app);
+void add_fabricate(CLI::App& app);
+void add_chat(CLI::App& app);
 
 }  // namespace k3

@@ -10,6 +10,7 @@
 #include "k3/core/file.h"
 #include "k3/infer/generate.h"
 #include "k3/model/checkpoint.h"
+#include "k3/tokenizer/stop_ids.h"
 
 namespace k3 {
 
@@ -37,7 +38,8 @@ void run(GenerateFlags f) {
   if (!f.prompt_file.empty()) prompt = f.prompt_file == "-" ? std::string(std::istreambuf_iterator<char>(std::cin), {}) : read_file(f.prompt_file);
   std::vector<int32_t> ids = tokenizer.encode(prompt);
   if (ids.empty()) ids = {tokenizer.bos()};  // an empty prompt: whatever follows a beginning
-  if (!f.ignore_eos) f.options.stop_ids.assign(config.eos_token_id.begin(), config.eos_token_id.end());
+  if (!f.ignore_eos)
+    for (const StopId& s : stop_ids(folder, tokenizer)) f.options.stop_ids.push_back(s.id);
   bool terminal = isatty(STDERR_FILENO);
   for (int n = 0; n < f.samples; ++n) {
     Session session(model, {.prefill_chunk = f.chunk, .deterministic = !f.fast});

@@ -1,5 +1,7 @@
 #include <fmt/core.h>
+#include <unistd.h>
 
+#include <chrono>
 #include <filesystem>
 #include <nlohmann/json.hpp>
 
@@ -7,6 +9,9 @@
 #include "k3/core/isa.h"
 #include "k3/core/error.h"
 #include "k3/model/checkpoint.h"
+#include "k3/model/damage.h"
+#include "k3/tokenizer/stop_ids.h"
+#include "k3/tokenizer/tokenizer.h"
 
 namespace k3 {
 
@@ -30,7 +35,41 @@ std::string pattern(const Config& c) {
   return text;
 }
 
-void run(const std::string& named, bool tensors) {
+// Everything that can be known by reading all of it.
+void verify(const Snapshot& snapshot) {
+  const bool terminal = isatty(STDERR_FILENO);
+  const auto start = std::chrono::steady_clock::now();
+  auto last = start;
+  auto seconds = [&](auto since) { return std::chrono::duration<double>(std::chrono::steady_clock::now() - since).count(); };
+  const Damage damage = find_damage(snapshot, [&](uint64_t done, uint64_t total) {
+    if (seconds(last) < (terminal ? 1 : 10)) return;
+    last = std::chrono::steady_clock::now();
+    fmt::print(stderr, "{}reading: {:.1f} of {:.1f} GB{}", terminal ? "\r" : "", double(done) * 1e-9, double(total) * 1e-9, terminal ? "" : "\n");
+  });
+  int faults = 0;
+  for (const Damage::Finding& f : damage.findings) {
+    fmt::print("{}              {}\n", f.fault ? "FAULT   " : "note    ", f.what);
+    faults += f.fault;
+  }
+  fmt::print("read                  {} bytes in {:.1f} s ({:.2f} GB/s); {} files have the hash that is given for them\n",
+             thousands(int64_t(damage.bytes)), seconds(start), double(damage.bytes) * 1e-9 / seconds(start), damage.hashes);
+  K3_CHECK(damage.good(), "[inspect] {} faults in {}; download what they name again", faults, snapshot.folder());
+}
+
+// Which ids end a reply, and who says so; without a tokenizer, what the config says.
+void print_stops(const std::string& path, const Config& c) {
+  if (std::filesystem::exists(path + "/tiktoken.model")) {
+    const Tokenizer t = Tokenizer::load(path);
+    const std::vector<StopId> stops = stop_ids(path, t);
+    fmt::print("tokenizer             {} tokens and {} specials\n", thousands(t.ranks()), int(Tokenizer::kSpecials));
+    for (size_t i = 0; i < stops.size(); ++i)
+      fmt::print("{:<22}{} {} ({})\n", i ? "" : "end of text", stops[i].id, t.label(stops[i].id), stops[i].from);
+    return;
+  }
+  for (size_t i = 0; i < c.eos_token_id.size(); ++i) fmt::print("{:<22}{} (config.json)\n", i ? "" : "end of text", c.eos_token_id[i]);
+}
+
+void run(const std::string& named, bool tensors, bool verified) {
   std::string path = resolve_snapshot(named);
   Config c = Config::load(path);
   c.finish();
@@ -56,18 +95,17 @@ void run(const std::string& named, bool tensors) {
   fmt::print("memory a sequence     {} bytes, whatever its length, in float32\n", thousands(state.bytes_per_slot()));
   fmt::print("memory a token        {} bytes in float32 ({} in deterministic mode)\n", thousands(state.bytes_per_token()),
              thousands(model.new_state(1, Device::null, true).bytes_per_token()));
-  fmt::print("end of text           ");
-  for (int64_t id : c.eos_token_id) fmt::print("{} ", id);
-  fmt::print("(config.json)\n");
+  print_stops(path, c);
   fmt::print("instruction set       {} (best here: {})\n", cpu::name_of(cpu::isa()), cpu::name_of(cpu::best_isa()));
   if (std::filesystem::is_directory(path) &&
       (std::filesystem::exists(path + "/model.safetensors") || std::filesystem::exists(path + "/model.safetensors.index.json"))) {
     Snapshot snapshot(path);
     fmt::print("files                 {} tensors, {} bytes\n", thousands(int64_t(snapshot.tensors().size())), thousands(int64_t(snapshot.bytes())));
-    load(model, snapshot, {});
+    find_parameters(model, snapshot);
     fmt::print("checked               every tensor is there, with the right shape, and none too many\n");
     if (tensors)
       for (const StoredTensor& t : snapshot.tensors()) fmt::print("  {:<80} {:<5} {}\n", t.name, name_of(t.dtype), to_string(t.shape));
+    if (verified) verify(snapshot);
   }
 }
 
@@ -80,7 +118,9 @@ void add_inspect(CLI::App& app) {
   auto tensors = std::make_shared<bool>(false);
   c->add_option("model", *path, "snapshot folder or config.json")->required();
   c->add_flag("--tensors", *tensors, "list every tensor");
-  c->callback([=] { run(*path, *tensors); });
+  auto verified = std::make_shared<bool>(false);
+  c->add_flag("--verify", *verified, "read every byte: zeros where weights should be, values that are no numbers, hashes where the folder gives any");
+  c->callback([=] { run(*path, *tensors, *verified); });
 }
 
 }  // namespace k3

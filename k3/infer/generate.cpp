@@ -32,10 +32,11 @@ Generated generate(Session& session, const Tokenizer& tokenizer, std::span<const
   for (int64_t i = 0; i < o.max_tokens; ++i) {
     int32_t id = sample(session.logits(), session.vocabulary(), o.sample, uint64_t(session.tokens()));
     if (std::find(o.stop_ids.begin(), o.stop_ids.end(), id) != o.stop_ids.end()) {
-      out.finish = "stop";
+      out.finish = "stop", out.end = id;
       break;
     }
     out.ids.push_back(id);
+    if (o.on_id && !o.on_id(id)) wanted = false;
     emit(stops.add(characters.add(tokenizer.decode({&id, 1}, o.show_specials))));
     if (stops.stopped() || !wanted) {
       out.finish = "stop";

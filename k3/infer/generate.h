@@ -17,12 +17,14 @@ struct GenerateOptions {
   std::vector<std::string> stop;  // stop strings; searched in the generated text only
   std::vector<int32_t> stop_ids;  // end tokens: never part of the text
   bool show_specials = false;
+  std::function<bool(int32_t)> on_id;  // told each new id before its text; false ends the generation ("stop")
 };
 
 struct Generated {
   std::string text;
   std::vector<int32_t> ids;  // without the end token
   std::string finish;        // "stop" or "length"
+  int32_t end = -1;          // the end token, if one came
   double prefill_seconds = 0, decode_seconds = 0;
   int64_t prompt_tokens = 0;
 };

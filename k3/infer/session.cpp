@@ -10,6 +10,8 @@
 
 namespace k3 {
 
+// Slot 0 is the sequence, slot 1 the mark.
+
 // Address space for scratch, not memory: pages count when they are touched.
 static size_t address_space() { return size_t(sysconf(_SC_PHYS_PAGES)) * size_t(sysconf(_SC_PAGE_SIZE)); }
 
@@ -17,7 +19,7 @@ Session::Session(Model& model, const SessionOptions& options)
     : model_(model),
       options_(options),
       arena_(address_space()),
-      state_(model.new_state(1, Device::cpu, options.deterministic)),
+      state_(model.new_state(2, Device::cpu, options.deterministic)),
       logits_(size_t(model.config().vocab_size) * sizeof(float)) {
   K3_CHECK(options.prefill_chunk >= 1, "[session] prefill_chunk is {} but must be at least 1", options.prefill_chunk);
 }
@@ -43,6 +45,23 @@ void Session::read(std::span<const int32_t> ids, const std::function<void(int64_
     }
     if (progress) progress(at);
   }
+}
+
+void Session::mark() {
+  for (int64_t l = 0; l < model_.config().num_hidden_layers; ++l)
+    if (State* s = state_.layer(l); s->bytes_per_token() == 0) s->copy(1, 0);
+  marked_ = tokens();
+}
+
+void Session::back() {
+  for (int64_t l = 0; l < model_.config().num_hidden_layers; ++l) {
+    State* s = state_.layer(l);
+    if (s->bytes_per_token() == 0)
+      marked_ == 0 ? s->reset(0) : s->copy(0, 1);
+    else
+      K3_CHECK(s->drop(0, s->tokens(0) - marked_), "[session] layer {} cannot go back from {} tokens to {}", l, s->tokens(0), marked_);
+  }
+  has_logits_ = false;
 }
 
 const float* Session::logits() const {

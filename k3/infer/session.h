@@ -26,7 +26,12 @@ class Session {
   // Reads tokens. `progress` is told after each piece how many of them are read.
   void read(std::span<const int32_t> ids, const std::function<void(int64_t done)>& progress = nullptr);
   bool drop(int64_t n) { return state_.drop(0, n); }  // unread the last n tokens; false when that is too far back
-  void reset() { state_.reset(0), has_logits_ = false; }
+  void reset() { state_.reset(0), marked_ = 0, has_logits_ = false; }
+  // Remembers this place; back() unreads everything since, in no time and to the bit. What a mark costs is the memory of a sequence that does not
+  // grow with its length: the rest is cut off. One mark at a time; a new session is marked at its beginning.
+  void mark();
+  void back();
+  int64_t marked() const { return marked_; }
 
   const float* logits() const;  // after the last token read
   int64_t vocabulary() const { return model_.config().vocab_size; }
@@ -40,6 +45,7 @@ class Session {
   Arena arena_;
   ModelState state_;
   Buffer logits_;
+  int64_t marked_ = 0;
   bool has_logits_ = false;
 };
 

@@ -84,7 +84,7 @@ void expand_mxfp4(const Tensor& packed, const Tensor& scale, float* to, const st
   const auto *codes = packed.as<uint8_t>(), *scales = scale.as<uint8_t>();
   int64_t rows = packed.rows(), half = packed.cols(), groups = scale.cols();
   for (int64_t i = 0; i < scale.size(); ++i)
-    K3_CHECK(scales[i] != 255, "[checkpoint] {}.weight_scale holds 255 (not a number) at {}; the file is damaged", name, i);
+    K3_CHECK(scales[i] != 255, "[checkpoint] {} holds 255 (not a number) at {}; the file is damaged", name, i);
   parallel_for(rows, [&](int64_t r) {
     for (int64_t j = 0; j < half; ++j) {
       float s = std::ldexp(1.0f, int(scales[r * groups + j / 16]) - 127);
@@ -120,9 +120,9 @@ const StoredTensor* find_parameter(const Snapshot& snapshot, const Config& confi
   return nullptr;
 }
 
-void load(Model& model, const Snapshot& snapshot, const LoadOptions& options) {
+std::vector<StoredParam> find_parameters(const Model& model, const Snapshot& snapshot) {
   const Config& c = model.config();
-  ParamSet& set = model.params();
+  std::vector<StoredParam> all;
   std::unordered_set<const StoredTensor*> used;
   std::vector<std::string> missing;
   auto use = [&](const std::string& name) {
@@ -130,53 +130,36 @@ void load(Model& model, const Snapshot& snapshot, const LoadOptions& options) {
     if (t) used.insert(t);
     return t;
   };
-  if (options.for_training) set.allocate(Device::cpu);
-  for (Param& p : set.all()) {
-    auto float_memory = [&] {
-      if (!options.for_training) p.value = set.own(DType::f32, p.shape);
-      return p.value.f32();
-    };
-    const StoredTensor* t = use(p.name);
-    if (!t && p.name.ends_with(".weight")) {
-      std::string base = p.name.substr(0, p.name.size() - 7);
-      const StoredTensor *packed = use(base + ".weight_packed"), *scale = use(base + ".weight_scale");
-      if (packed && scale) {
-        K3_CHECK(p.shape.rank == 2 && packed->dtype == DType::u8 && packed->shape == Shape({p.shape[0], p.shape[1] / 2}) && p.shape[1] % 32 == 0,
-                 "[checkpoint] {} is {} {} but {} needs U8 {} x {}", packed->name, name_of(packed->dtype), to_string(packed->shape),
-                 to_string(p.shape), p.shape[0], p.shape[1] / 2);
-        K3_CHECK(scale->dtype == DType::u8 && scale->shape == Shape({p.shape[0], p.shape[1] / 32}), "[checkpoint] {} is {} {} but must be U8 {} x {}",
-                 scale->name, name_of(scale->dtype), to_string(scale->shape), p.shape[0], p.shape[1] / 32);
-        expand_mxfp4(snapshot.view(*packed), snapshot.view(*scale), float_memory(), base);
-        continue;
-      }
-      if (packed || scale) {
-        missing.push_back(c.prefix() + base + (packed ? ".weight_scale" : ".weight_packed"));
+  for (const Param& p : model.params().all()) {
+    StoredParam& at = all.emplace_back();
+    at.value = use(p.name);
+    if (!at.value && p.name.ends_with(".weight")) {
+      const std::string base = p.name.substr(0, p.name.size() - 7);
+      at.value = use(base + ".weight_packed"), at.scale = use(base + ".weight_scale");
+      if (!at.value != !at.scale) {
+        missing.push_back(c.prefix() + base + (at.value ? ".weight_scale" : ".weight_packed"));
         continue;
       }
     }
-    if (!t) {
+    if (!at.value) {
       missing.push_back(c.prefix() + p.name);
       continue;
     }
-    Tensor stored = snapshot.view(*t);
-    if (is_padded_A_log(p, *t)) {
-      std::vector<float> all(size_t(stored.size()));
-      to_float32(stored, all.data(), t->name);
-      for (int64_t i = p.shape.size(); i < stored.size(); ++i)
-        K3_CHECK(all[size_t(i)] == 0, "[checkpoint] {} in {} has {} values for {} heads; the rest must be zero but value {} is {}", t->name,
-                 snapshot.file_of(*t), stored.size(), p.shape.size(), i, all[size_t(i)]);
-      std::copy_n(all.begin(), p.shape.size(), float_memory());
+    const StoredTensor& t = *at.value;
+    const std::string& file = snapshot.file_of(t);
+    if (at.scale) {
+      K3_CHECK(p.shape.rank == 2 && t.dtype == DType::u8 && t.shape == Shape({p.shape[0], p.shape[1] / 2}) && p.shape[1] % 32 == 0,
+               "[checkpoint] {} in {} is {} {} but {} needs U8 {} x {}", t.name, file, name_of(t.dtype), to_string(t.shape), to_string(p.shape),
+               p.shape[0], p.shape[1] / 2);
+      K3_CHECK(at.scale->dtype == DType::u8 && at.scale->shape == Shape({p.shape[0], p.shape[1] / 32}),
+               "[checkpoint] {} in {} is {} {} but must be U8 {} x {}", at.scale->name, snapshot.file_of(*at.scale), name_of(at.scale->dtype),
+               to_string(at.scale->shape), p.shape[0], p.shape[1] / 32);
       continue;
     }
-    K3_CHECK(squeezed(t->shape) == squeezed(p.shape), "[checkpoint] {} in {} is {} but this config needs {}", t->name, snapshot.file_of(*t),
-             to_string(t->shape), to_string(p.shape));
-    bool map = !options.for_training && p.role.kind != Role::Kind::vector && p.role.kind != Role::Kind::fixed &&
-               (t->dtype == DType::f32 || t->dtype == DType::bf16);
-    bool aligned = reinterpret_cast<uintptr_t>(stored.data()) % 4 == 0;
-    if (map && aligned)
-      p.value = stored.reshape(p.shape);
-    else
-      to_float32(stored, float_memory(), t->name);
+    K3_CHECK(is_padded_A_log(p, t) || squeezed(t.shape) == squeezed(p.shape), "[checkpoint] {} in {} is {} but this config needs {}", t.name, file,
+             to_string(t.shape), to_string(p.shape));
+    K3_CHECK(t.dtype == DType::f32 || t.dtype == DType::bf16 || t.dtype == DType::f16 || t.dtype == DType::f64,
+             "[checkpoint] {} in {} is {}, which is no weight; F32, BF16, F16 and F64 are", t.name, file, name_of(t.dtype));
   }
   auto list = [](const std::vector<std::string>& names) {
     std::string text;
@@ -188,6 +171,42 @@ void load(Model& model, const Snapshot& snapshot, const LoadOptions& options) {
   for (const StoredTensor& t : snapshot.tensors())
     if (!used.count(&t) && !ignorable(c, t.name)) extra.push_back(t.name);
   K3_CHECK(extra.empty(), "[checkpoint] {} holds {} tensors that its config has no place for: {}", snapshot.folder(), extra.size(), list(extra));
+  return all;
+}
+
+void load(Model& model, const Snapshot& snapshot, const LoadOptions& options) {
+  ParamSet& set = model.params();
+  const std::vector<StoredParam> found = find_parameters(model, snapshot);
+  if (options.for_training) set.allocate(Device::cpu);
+  size_t next = 0;
+  for (Param& p : set.all()) {
+    const auto& [t, scale] = found[next++];
+    auto float_memory = [&] {
+      if (!options.for_training) p.value = set.own(DType::f32, p.shape);
+      return p.value.f32();
+    };
+    const Tensor stored = snapshot.view(*t);
+    if (scale) {
+      expand_mxfp4(stored, snapshot.view(*scale), float_memory(), scale->name);
+      continue;
+    }
+    if (is_padded_A_log(p, *t)) {
+      std::vector<float> all(size_t(stored.size()));
+      to_float32(stored, all.data(), t->name);
+      for (int64_t i = p.shape.size(); i < stored.size(); ++i)
+        K3_CHECK(all[size_t(i)] == 0, "[checkpoint] {} in {} has {} values for {} heads; the rest must be zero but value {} is {}", t->name,
+                 snapshot.file_of(*t), stored.size(), p.shape.size(), i, all[size_t(i)]);
+      std::copy_n(all.begin(), p.shape.size(), float_memory());
+      continue;
+    }
+    bool map = !options.for_training && p.role.kind != Role::Kind::vector && p.role.kind != Role::Kind::fixed &&
+               (t->dtype == DType::f32 || t->dtype == DType::bf16);
+    bool aligned = reinterpret_cast<uintptr_t>(stored.data()) % 4 == 0;
+    if (map && aligned)
+      p.value = stored.reshape(p.shape);
+    else
+      to_float32(stored, float_memory(), t->name);
+  }
 }
 
 void save(const Model& model, const std::string& folder, uint64_t shard_bytes, bool with_mtp) {

@@ -12,8 +12,17 @@ struct LoadOptions {
   bool for_training = false;  // everything becomes owned float32; otherwise matrices stay where and as they are stored
 };
 
-// Every parameter must be in the snapshot with its shape, and every tensor of the snapshot must be a parameter (but for the vision tower,
-// MTP layers and layers beyond num_hidden_layers). The snapshot must outlive the model unless for_training.
+// Where a parameter's values lie: one tensor, or MXFP4 codes and their scales.
+struct StoredParam {
+  const StoredTensor *value = nullptr, *scale = nullptr;
+};
+
+// One for each parameter, in the model's order, from names, shapes and types alone: no value is read. Every parameter must be in the snapshot
+// with its shape, and every tensor of the snapshot must be a parameter (but for the vision tower, MTP layers and layers beyond
+// num_hidden_layers).
+std::vector<StoredParam> find_parameters(const Model& model, const Snapshot& snapshot);
+
+// The same, then the values. The snapshot must outlive the model unless for_training.
 void load(Model& model, const Snapshot& snapshot, const LoadOptions& options);
 
 // config.json and tensors; tokenizer files are the tokenizer's to write. Without `with_mtp` the layer of multi-token prediction is dropped.
