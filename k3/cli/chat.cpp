@@ -7,10 +7,10 @@
 #include <iostream>
 
 #include "k3/cli/commands.h"
+#include "k3/cli/load_flags.h"
 #include "k3/core/error.h"
 #include "k3/core/nearest.h"
 #include "k3/infer/chat_session.h"
-#include "k3/model/checkpoint.h"
 #include "k3/tokenizer/stop_ids.h"
 
 namespace k3 {
@@ -41,6 +41,7 @@ struct ChatFlags {
   std::string model, thinking = "on";
   ChatSettings settings{.generate = {.sample = {.temperature = 1.0f, .top_p = 0.95f}, .max_tokens = 4096}};
   bool fast = false, has_system = false;
+  LoadOptions load;
 };
 
 // What an answer says, as it comes: thoughts dimmed on a terminal and left out of a pipe, which holds answers alone.
@@ -91,7 +92,7 @@ void run(ChatFlags f) {
 
   Model model(config);
   Snapshot snapshot(folder);
-  load(model, snapshot, {});
+  load(model, snapshot, f.load);
   ChatSession chat(model, tokenizer, f.settings);
 
   struct sigaction action {};
@@ -173,6 +174,7 @@ void add_chat(CLI::App& app) {
   c->add_option("--prefill-chunk", f->settings.session.prefill_chunk, "tokens read at once; bounds memory")
       ->check(CLI::PositiveNumber)
       ->capture_default_str();
+  add_dense(*c, f->load);
   c->add_flag("--fast", f->fast, "absorbed attention in decode: a smaller cache, results equal to rounding in place of to the bit");
   c->callback([f, system] {
     f->has_system = system->count() > 0;

@@ -6,8 +6,8 @@
 #include <optional>
 
 #include "k3/cli/commands.h"
+#include "k3/cli/load_flags.h"
 #include "k3/core/error.h"
-#include "k3/model/checkpoint.h"
 #include "k3/train/eval.h"
 #include "k3/train/run.h"
 
@@ -22,6 +22,7 @@ struct EvalFlags {
   std::vector<std::string> data;
   bool held_out = false, has_separator = false;
   int64_t sequence_length = 0, tokens_at_once = 4096;
+  LoadOptions load;
 };
 
 // The token file of the data, below the temporary folder only as long as it takes to open it.
@@ -42,7 +43,7 @@ void run(const EvalFlags& f) {
   config.finish();
   Model model(config);
   Snapshot snapshot(folder);
-  load(model, snapshot, {});
+  load(model, snapshot, f.load);
   const Tokenizer tokenizer = Tokenizer::load(folder);
   const std::string separator = f.has_separator || !training ? f.separator : training->options.document_separator;
   const std::string own = (fs::path(folder) / ".." / "tokens.bin").lexically_normal().string();
@@ -89,6 +90,7 @@ void add_eval(CLI::App& app) {
   auto* separator = c->add_option("--separator", f->separator, "a line that ends a document (default: as in training, or none)");
   c->add_option("--sequence-length", f->sequence_length, "longest piece in tokens (default: as in training, or 2048)")->check(CLI::PositiveNumber);
   c->add_option("--tokens-at-once", f->tokens_at_once, "bounds memory; results are the same")->check(CLI::PositiveNumber)->capture_default_str();
+  add_dense(*c, f->load);
   c->callback([f, separator] {
     f->has_separator = separator->count() > 0;
     run(*f);

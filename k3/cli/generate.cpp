@@ -6,10 +6,10 @@
 #include <iterator>
 
 #include "k3/cli/commands.h"
+#include "k3/cli/load_flags.h"
 #include "k3/core/error.h"
 #include "k3/core/file.h"
 #include "k3/infer/generate.h"
-#include "k3/model/checkpoint.h"
 #include "k3/tokenizer/stop_ids.h"
 
 namespace k3 {
@@ -22,6 +22,7 @@ struct GenerateFlags {
   int samples = 1;
   int64_t chunk = 256;
   GenerateOptions options;
+  LoadOptions load;
 };
 
 void run(GenerateFlags f) {
@@ -30,7 +31,7 @@ void run(GenerateFlags f) {
   config.finish();
   Model model(config);
   Snapshot snapshot(folder);
-  load(model, snapshot, {});
+  load(model, snapshot, f.load);
   Tokenizer tokenizer = Tokenizer::load(folder);
   K3_CHECK(tokenizer.vocabulary() <= config.vocab_size, "[generate] the tokenizer has {} ids but the model only {}", tokenizer.vocabulary(),
            config.vocab_size);
@@ -94,6 +95,7 @@ void add_generate(CLI::App& app) {
   c->add_flag("--ignore-eos", f->ignore_eos, "go on past end tokens");
   c->add_flag("--show-specials", f->options.show_specials, "print special tokens by name");
   c->add_option("--prefill-chunk", f->chunk, "prompt tokens read at once; bounds memory")->check(CLI::PositiveNumber)->capture_default_str();
+  add_dense(*c, f->load);
   c->add_flag("--fast", f->fast, "absorbed attention in decode: a smaller cache, results equal to rounding in place of to the bit");
   c->callback([f] { run(*f); });
 }

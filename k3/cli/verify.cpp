@@ -4,6 +4,7 @@
 #include <filesystem>
 
 #include "k3/cli/commands.h"
+#include "k3/cli/load_flags.h"
 #include "k3/core/error.h"
 #include "k3/infer/parity.h"
 
@@ -15,6 +16,7 @@ struct VerifyFlags {
   std::string model, golden, gradients_file, record;
   bool gradients = false;
   ParityOptions options;
+  LoadOptions load;
 };
 
 int print(const ParityReport& report) {
@@ -34,7 +36,7 @@ void run(const VerifyFlags& f) {
   config.finish();
   Model model(config);
   Snapshot snapshot(folder);
-  load(model, snapshot, {.for_training = f.gradients});
+  load(model, snapshot, f.load);
   std::string golden = f.golden.empty() ? f.model + "/golden.safetensors" : f.golden;
   K3_CHECK(fs::exists(golden), "[verify] {} is not there; name the recording with --golden FILE", golden);
   Snapshot recording(golden);
@@ -81,7 +83,11 @@ void add_verify(CLI::App& app) {
   c->add_option("--gradient-rtol", f->options.gradient_rtol, "the same for gradients")->capture_default_str();
   c->add_flag("--force-routing", f->options.force_routing, "use the recorded expert choices");
   c->add_option("--record", f->record, "write what this program computes for the recorded input_ids, and stop");
-  c->callback([f] { run(*f); });
+  add_dense(*c, f->load);
+  c->callback([f] {
+    f->load.for_training = f->gradients;
+    run(*f);
+  });
 }
 
 }  // namespace k3

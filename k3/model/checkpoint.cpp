@@ -9,6 +9,8 @@
 
 #include "k3/core/error.h"
 #include "k3/core/threads.h"
+#include "k3/ops/linear/quantize.h"
+#include "k3/ops/linear/weight_product.h"
 
 namespace k3 {
 
@@ -44,10 +46,10 @@ bool ignorable(const Config& c, std::string_view name) {
 }
 
 template <class T, class F>
-void widen(const Tensor& from, float* to, F convert) {
+void convert(const Tensor& from, float* to, F value) {
   const T* p = static_cast<const T*>(from.data());
   parallel_blocks(from.size(), 1 << 16, [&](int64_t a, int64_t b) {
-    for (int64_t i = a; i < b; ++i) to[i] = convert(p[i]);
+    for (int64_t i = a; i < b; ++i) to[i] = value(p[i]);
   });
 }
 
@@ -65,34 +67,62 @@ void to_float32(const Tensor& from, float* to, const std::string& name) {
       std::memcpy(to, from.data(), from.bytes());
       break;
     case DType::bf16:
-      widen<bf16>(from, to, [](bf16 x) { return to_float(x); });
+      convert<bf16>(from, to, [](bf16 x) { return to_float(x); });
       break;
     case DType::f16:
-      widen<uint16_t>(from, to, half_to_float);
+      convert<uint16_t>(from, to, half_to_float);
       break;
     case DType::f64:
-      widen<double>(from, to, [](double x) { return float(x); });
+      convert<double>(from, to, [](double x) { return float(x); });
       break;
     default:
       fail("[checkpoint] tensor {} has dtype {}, which is no weight", name, name_of(from.dtype()));
   }
 }
 
-// MXFP4 (model.md 6.2): two codes a byte, low nibble first; a power of two for each 32 inputs.
-void expand_mxfp4(const Tensor& packed, const Tensor& scale, float* to, const std::string& name) {
-  constexpr float kMagnitude[8] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6};
-  const auto *codes = packed.as<uint8_t>(), *scales = scale.as<uint8_t>();
-  int64_t rows = packed.rows(), half = packed.cols(), groups = scale.cols();
-  for (int64_t i = 0; i < scale.size(); ++i)
-    K3_CHECK(scales[i] != 255, "[checkpoint] {} holds 255 (not a number) at {}; the file is damaged", name, i);
-  parallel_for(rows, [&](int64_t r) {
-    for (int64_t j = 0; j < half; ++j) {
-      float s = std::ldexp(1.0f, int(scales[r * groups + j / 16]) - 127);
-      uint8_t b = codes[r * half + j];
-      auto value = [&](int n) { return (n & 8 ? -s : s) * kMagnitude[n & 7]; };
-      to[(r * half + j) * 2] = value(b & 15), to[(r * half + j) * 2 + 1] = value(b >> 4);
-    }
-  });
+// What only linear() and experts() read, which take any storage.
+bool is_product_weight(const Param& p) { return p.role.kind == Role::Kind::matrix && p.shape.rank == 2 && !p.name.ends_with(".kv_b_proj.weight"); }
+
+bool is_dense(const Param& p) {
+  auto has = [&](const char* part) { return p.name.find(part) != std::string::npos; };
+  return is_product_weight(p) && !has(".experts.") && !has(".gate.") && !has(".f_a_proj.") && !has(".f_b_proj.") && !has("_res_proj.");
+}
+
+// p.value and p.scale from a stored matrix, some rows at a time.
+void narrow(Param& p, ParamSet& set, const Tensor& stored, Dense dense, const std::string& name) {
+  const int64_t out = p.shape[0], in = p.shape[1], step = std::max<int64_t>(1, (int64_t(8) << 20) / (4 * in));
+  std::vector<float> wide(size_t(std::min(step, out) * in));
+  if (dense == Dense::bf16)
+    p.value = set.own(DType::bf16, p.shape);
+  else if (dense == Dense::q8)
+    p.value = set.own(DType::u8, p.shape), p.scale = set.own(DType::f32, {out, (in + kGroupQ8 - 1) / kGroupQ8});
+  else
+    p.value = set.own(DType::u8, {out, in / 2}), p.scale = set.own(DType::u8, {out, in / kGroupMxfp4});
+  for (int64_t a = 0; a < out; a += step) {
+    const int64_t b = std::min(a + step, out);
+    to_float32(stored.reshape(p.shape).row_range(a, b), wide.data(), name);
+    if (dense == Dense::bf16)
+      parallel_blocks((b - a) * in, 1 << 16, [&](int64_t i, int64_t j) {
+        for (; i < j; ++i) p.value.as<bf16>()[a * in + i] = to_bf16(wide[size_t(i)]);
+      });
+    else
+      quantize(dense == Dense::q8 ? Stored::q8 : Stored::mxfp4, wide.data(), b - a, in, p.value.row_range(a, b).data(),
+               p.scale.row_range(a, b).data(), name);
+  }
+}
+bool narrows(const Param& p, DType stored, Dense dense) {
+  if (!is_dense(p)) return false;
+  switch (dense) {
+    case Dense::as_stored:
+      return false;
+    case Dense::bf16:
+      return stored != DType::bf16;
+    case Dense::q8:
+      return true;
+    case Dense::mxfp4:
+      return p.shape[1] % kGroupMxfp4 == 0;
+  }
+  return false;
 }
 
 // A_log is stored with one value a head, or padded with zeros.
@@ -175,6 +205,7 @@ std::vector<StoredParam> find_parameters(const Model& model, const Snapshot& sna
 }
 
 void load(Model& model, const Snapshot& snapshot, const LoadOptions& options) {
+  K3_CHECK(!options.for_training || options.dense == Dense::as_stored, "[checkpoint] training takes weights as they are stored, not made narrow");
   ParamSet& set = model.params();
   const std::vector<StoredParam> found = find_parameters(model, snapshot);
   if (options.for_training) set.allocate(Device::cpu);
@@ -187,7 +218,14 @@ void load(Model& model, const Snapshot& snapshot, const LoadOptions& options) {
     };
     const Tensor stored = snapshot.view(*t);
     if (scale) {
-      expand_mxfp4(stored, snapshot.view(*scale), float_memory(), scale->name);
+      Param packed = p;
+      packed.value = stored, packed.scale = snapshot.view(*scale);
+      if (!options.for_training && is_product_weight(p)) {
+        p.value = packed.value, p.scale = packed.scale;
+      } else {
+        check_scales(packed);
+        widen(weight_of(packed), 0, p.shape[0], float_memory());
+      }
       continue;
     }
     if (is_padded_A_log(p, *t)) {
@@ -202,7 +240,9 @@ void load(Model& model, const Snapshot& snapshot, const LoadOptions& options) {
     bool map = !options.for_training && p.role.kind != Role::Kind::vector && p.role.kind != Role::Kind::fixed &&
                (t->dtype == DType::f32 || t->dtype == DType::bf16);
     bool aligned = reinterpret_cast<uintptr_t>(stored.data()) % 4 == 0;
-    if (map && aligned)
+    if (narrows(p, t->dtype, options.dense))
+      narrow(p, set, stored, options.dense, t->name);
+    else if (map && aligned)
       p.value = stored.reshape(p.shape);
     else
       to_float32(stored, float_memory(), t->name);
@@ -219,6 +259,7 @@ void save(const Model& model, const std::string& folder, uint64_t shard_bytes, b
   padded.reserve(model.params().all().size());
   for (const Param& p : model.params().all()) {
     if (!with_mtp && p.name.starts_with(mtp)) continue;
+    K3_CHECK(p.scale.empty(), "[checkpoint] {} is in codes and scales, which can't be saved; load for training first", p.name);
     Tensor value = p.value;
     if (p.name.ends_with(".A_log")) {
       if (c.nested()) {

@@ -8,8 +8,14 @@
 
 namespace k3 {
 
+// The matrices of attention, shared experts, dense layers and the latent projections, made narrow while loading (ops/linear/quantize.h). As
+// they are stored stay: routed experts, router, norms, decay gates and beta, residual mixes, embedding and head, and MLA's kv_b_proj, which
+// absorbed decode multiplies from both sides. A matrix that is stored narrower than asked, or whose rows don't divide into groups, stays too.
+enum class Dense : uint8_t { as_stored, bf16, q8, mxfp4 };
+
 struct LoadOptions {
   bool for_training = false;  // everything becomes owned float32; otherwise matrices stay where and as they are stored
+  Dense dense = Dense::as_stored;
 };
 
 // Where a parameter's values lie: one tensor, or MXFP4 codes and their scales.
@@ -22,7 +28,8 @@ struct StoredParam {
 // num_hidden_layers).
 std::vector<StoredParam> find_parameters(const Model& model, const Snapshot& snapshot);
 
-// The same, then the values. The snapshot must outlive the model unless for_training.
+// The same, then the values. The snapshot must outlive the model unless for_training. MXFP4 weights that linear and experts multiply are not
+// read here; a scale of 255 is an Error at a weight's first use (ops/linear/weight_product.h, check_scales).
 void load(Model& model, const Snapshot& snapshot, const LoadOptions& options);
 
 // config.json and tensors; tokenizer files are the tokenizer's to write. Without `with_mtp` the layer of multi-token prediction is dropped.

@@ -5,8 +5,11 @@
 #include <filesystem>
 #include <fstream>
 #include <nlohmann/json.hpp>
+#include <set>
 
 #include "k3/model/testing.h"
+#include "k3/ops/linear/quantize.h"
+#include "k3/ops/linear/weight_product.h"
 
 namespace k3 {
 namespace {
@@ -183,6 +186,103 @@ TEST(checkpoint, a_decay_vector_longer_than_the_heads_must_end_in_zeros) {
   EXPECT_EQ(with({0, 0, 0, 0, 0, 0, 0, 0}), hidden(*m));
   EXPECT_THAT([&] { with({0, 0, 0, 0, 0, 1, 0, 0}); }, throws_error("has 8 values for 3 heads; the rest must be zero but value 5 is 1"));
   EXPECT_THAT([&] { with({0, 0}); }, throws_error("is 2 but this config needs 3"));
+}
+
+// Experts in the published packed form.
+void pack_experts(const std::string& folder, std::vector<std::vector<uint8_t>>& keep) {
+  rewrite(folder, [&](std::vector<NamedTensor>& all) {
+    std::vector<NamedTensor> packed;
+    for (NamedTensor& t : all) {
+      if (t.name.find(".experts.") == std::string::npos) {
+        packed.push_back(t);
+        continue;
+      }
+      const int64_t out = t.value.rows(), in = t.value.cols();
+      uint8_t* codes = keep.emplace_back(size_t(out * in / 2)).data();
+      uint8_t* scales = keep.emplace_back(size_t(out * in / 32)).data();
+      quantize(Stored::mxfp4, t.value.f32(), out, in, codes, scales, t.name);
+      packed.push_back({t.name + "_packed", Tensor(codes, DType::u8, {out, in / 2})});
+      packed.push_back({t.name + "_scale", Tensor(scales, DType::u8, {out, in / 32})});
+    }
+    all = packed;
+  });
+}
+
+TEST(checkpoint, packed_experts_stay_in_the_file_and_give_the_bits_of_their_widened_copies) {
+  Config c = testing::tiny_k3();
+  c.moe_intermediate_size = 64;
+  Folder f("packed");
+  save(*made(c), f.str());
+  std::vector<std::vector<uint8_t>> keep;
+  keep.reserve(1000);
+  pack_experts(f.str(), keep);
+  c.finish();
+  Model m(c);
+  Snapshot s(f.str());
+  load(m, s, {});
+  const Param& w1 = *m.params().find("model.layers.1.block_sparse_moe.experts.3.w1.weight");
+  EXPECT_EQ(w1.value.data(), s.view(*s.find("language_model." + w1.name + "_packed")).data());
+  EXPECT_EQ(hidden(m), hidden_of(f.str(), true));
+
+  rewrite(f.str(), [&](std::vector<NamedTensor>& all) {
+    for (NamedTensor& t : all)
+      if (t.name.ends_with("w2.weight_scale")) static_cast<uint8_t*>(t.value.data())[7] = 255;
+  });
+  EXPECT_THAT([&] { hidden_of(f.str()); }, throws_error("w2.weight_scale holds 255 (not a number) at 7"));
+  EXPECT_THAT([&] { hidden_of(f.str(), true); }, throws_error("w2.weight_scale holds 255 (not a number) at 7"));
+}
+
+TEST(checkpoint, dense_matrices_are_made_narrow_and_nothing_else) {
+  Config c = testing::tiny_k3();
+  c.hidden_size = 64;  // q_lora_rank 20 and kv_lora_rank 24 remain: MXFP4 leaves such rows alone
+  Folder f("dense");
+  save(*made(c), f.str());
+  c.finish();
+  Snapshot s(f.str());
+  const std::set<std::string> narrowed = {"q_proj",
+                                          "k_proj",
+                                          "v_proj",
+                                          "g_proj",
+                                          "o_proj",
+                                          "q_a_proj",
+                                          "q_b_proj",
+                                          "kv_a_proj_with_mqa",
+                                          "gate_proj",
+                                          "up_proj",
+                                          "down_proj",
+                                          "routed_expert_down_proj",
+                                          "routed_expert_up_proj"};
+  for (Dense dense : {Dense::bf16, Dense::q8, Dense::mxfp4}) {
+    Model m(c);
+    load(m, s, {.dense = dense});
+    std::vector<float> got = hidden(m);
+    for (Param& p : m.params().all()) {
+      std::string base = p.name.substr(0, p.name.rfind('.'));
+      base = base.substr(base.rfind('.') + 1);
+      bool want = narrowed.count(base) && p.name.find(".experts.") == std::string::npos && (dense != Dense::mxfp4 || p.shape[1] % 32 == 0);
+      EXPECT_EQ(p.value.dtype() != DType::f32, want) << p.name;
+      if (p.value.dtype() == DType::f32) continue;
+      std::vector<float> wide(size_t(p.shape.size()));
+      widen(weight_of(p), 0, p.shape[0], wide.data());
+      p.value = m.params().own(DType::f32, p.shape), p.scale = {};
+      std::memcpy(p.value.data(), wide.data(), p.value.bytes());
+    }
+    EXPECT_EQ(got, hidden(m));
+    EXPECT_NE(got, hidden_of(f.str()));
+    Model training(c);
+    EXPECT_THAT([&] { load(training, s, {.for_training = true, .dense = dense}); }, throws_error("training takes weights as they are stored"));
+  }
+}
+
+TEST(checkpoint, codes_and_scales_are_not_saved_as_weights) {
+  Folder f("codes"), g("codes2");
+  save(*made(testing::tiny_k3()), f.str());
+  Config c = Config::load(f.str());
+  c.finish();
+  Model m(c);
+  Snapshot s(f.str());
+  load(m, s, {.dense = Dense::q8});
+  EXPECT_THAT([&] { save(m, g.str()); }, throws_error("q_proj.weight is in codes and scales, which can't be saved"));
 }
 
 TEST(checkpoint, a_damaged_file_is_refused_before_it_is_used) {

@@ -22,11 +22,12 @@ struct Role {
 
 struct Param {
   std::string name;  // the checkpoint's
-  Tensor value;      // f32 in training; bf16 or packed types in inference
-  Tensor scale;      // u8 (out, in/32) beside a packed MXFP4 value u8 (out, in/2); empty otherwise
+  Tensor value;      // f32 in training; in inference as ops/linear/product.h lists it (codes are u8)
+  Tensor scale;      // of MXFP4 (u8) and q8 (f32); empty otherwise
   Tensor grad;       // f32, same shape; empty when not training
   Role role;
-  Shape shape;  // (out, in) for a matrix, whatever the storage
+  Shape shape;                  // (out, in) for a matrix, whatever the storage
+  bool scales_checked = false;  // none is 255 (check_scales)
 };
 
 }  // namespace k3

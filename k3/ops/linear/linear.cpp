@@ -39,6 +39,7 @@ Var linear_rows(Var x, Param& w, int64_t first, int64_t last) {
   K3_CHECK(x.cols() == weight.in, "[linear] x has {} columns but {} ({}) takes {}", x.cols(), w.name, to_string(weight_shape(w)), weight.in);
   int64_t m = x.rows(), n = last - first, k = x.cols();
   const bool data = c.device == Device::cpu, narrow = weight.stored != Stored::f32;
+  if (data) check_scales(w);
   Var y(c, DType::f32, {m, n});
   if (m < kFewRows) {
     if (data) weight_products({{m, x.f32(), weight, y.f32()}});

@@ -106,6 +106,16 @@ struct StoredWeight {
       }
       return;
     }
+    if (stored == Stored::q8) {
+      const int64_t groups = (k + 63) / 64;
+      bytes.resize(size_t(n * k)), scales.resize(size_t(4 * n * groups));
+      for (size_t i = 0; i < bytes.size(); ++i) bytes[i] = uint8_t(rng.below(256, i));
+      param.value = Tensor(bytes.data(), DType::u8, {n, k});
+      param.scale = Tensor(scales.data(), DType::f32, {n, groups});
+      for (int64_t i = 0; i < n * groups; ++i) param.scale.f32()[i] = float(rng.normal(uint64_t(i + (1 << 24))));
+      for (int64_t i = 0; i < n * k; ++i) wide.push_back(float(int8_t(bytes[size_t(i)])) * param.scale.f32()[i / k * groups + i % k / 64]);
+      return;
+    }
     for (int64_t i = 0; i < n * k; ++i) wide.push_back(to_float(to_bf16(float(rng.normal(uint64_t(i))))));
     bytes.resize(size_t(n * k) * (stored == Stored::f32 ? 4 : 2));
     for (int64_t i = 0; i < n * k; ++i) {
@@ -121,7 +131,7 @@ struct StoredWeight {
 
 TEST(linear, weights_as_stored_give_the_bits_of_the_widened_ones) {
   for (auto isa : testing::levels())
-    for (auto stored : {Stored::f32, Stored::bf16, Stored::mxfp4})
+    for (auto stored : {Stored::f32, Stored::bf16, Stored::mxfp4, Stored::q8})
       for (auto [m, n, k] :
            {std::array<int64_t, 3>{1, 1, 32}, {1, 130, 480}, {2, 64, 384}, {3, 65, 416}, {7, 17, 96}, {31, 100, 800}, {32, 50, 416}, {70, 99, 512}}) {
         testing::ForceIsa force(isa);
@@ -135,11 +145,17 @@ TEST(linear, weights_as_stored_give_the_bits_of_the_widened_ones) {
       }
 }
 
-TEST(linear, a_bfloat16_weight_may_be_of_any_width) {
+TEST(linear, bfloat16_and_q8_weights_may_be_of_any_width) {
   for (auto isa : testing::levels())
-    for (int64_t k : {1, 31, 33, 387}) {
+    for (auto [k, stored] : {std::pair<int64_t, Stored>{1, Stored::bf16},
+                             {31, Stored::bf16},
+                             {387, Stored::bf16},
+                             {1, Stored::q8},
+                             {63, Stored::q8},
+                             {65, Stored::q8},
+                             {451, Stored::q8}}) {
       testing::ForceIsa force(isa);
-      StoredWeight w(Stored::bf16, 37, k, k);
+      StoredWeight w(stored, 37, k, k);
       Values x(5 * k, 1);
       testing::Step step(false);
       Var y = linear(step.input(x, {5, k}), w.param);
@@ -174,7 +190,7 @@ TEST(linear, every_byte_of_mxfp4_is_exact_at_every_scale) {
 }
 
 TEST(linear, a_frozen_weight_as_stored_passes_the_gradient_of_the_widened_one) {
-  for (auto stored : {Stored::bf16, Stored::mxfp4}) {
+  for (auto stored : {Stored::bf16, Stored::mxfp4, Stored::q8}) {
     int64_t m = 33, n = 400, k = 4096;  // two slices
     StoredWeight w(stored, n, k, 3);
     Values x(m * k, 1), dy(m * n, 2);
@@ -185,6 +201,13 @@ TEST(linear, a_frozen_weight_as_stored_passes_the_gradient_of_the_widened_one) {
     product(dy_w(dy.data(), w.wide.data(), want.data(), m, n, k));
     EXPECT_EQ(0, std::memcmp(want.data(), vx.grad().data(), want.size() * 4));
   }
+}
+
+TEST(linear, a_scale_of_255_is_refused_by_name_at_the_first_use) {
+  StoredWeight w(Stored::mxfp4, 8, 64, 1);
+  w.scales[1 + 5] = 255;
+  testing::Step step(false);
+  EXPECT_THAT([&] { linear(step.input(Values(64, 1), {1, 64}), w.param); }, testing::throws_error("[weight] w_scale holds 255 (not a number) at 5"));
 }
 
 TEST(linear, one_thread_equals_many) {

@@ -15,14 +15,17 @@ namespace k3 {
 
 inline constexpr int64_t kProductBlock = 384;
 
-// How a weight W (out, in) lies in memory: float32, bfloat16, or mxfp4: two 4-bit codes a byte (out, in / 2), the low four bits first, and a
-// byte for each 32 inputs (out, in / 32) that scales them by 2^(byte - 127). All three are read as float32, exactly.
-enum class Stored : uint8_t { f32, bf16, mxfp4 };
+// How a weight W (out, in) lies in memory:
+//   f32, bf16
+//   mxfp4   two 4-bit codes a byte (out, in / 2), the low four bits first; uint8 scale (out, in / 32): code * 2^(scale - 127), exact in float32
+//   q8      int8 codes (out, in); float32 scale (out, ceil(in / 64)): code * scale, rounded to float32
+enum class Stored : uint8_t { f32, bf16, mxfp4, q8 };
+inline constexpr int64_t kGroupMxfp4 = 32, kGroupQ8 = 64;  // inputs that share a scale
 struct Weight {
   Stored stored;
   int64_t out, in;
   const void* data;
-  const uint8_t* scale;  // mxfp4 only
+  const void* scale;  // mxfp4 and q8
 };
 
 struct Product {

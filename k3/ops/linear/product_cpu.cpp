@@ -3,7 +3,8 @@
 // A weight W (out, in) is bound by reading it once, at any number of rows below kMaxRows. For each group of kTiles tiles of sixteen columns:
 //   1. 64 bytes of each of a tile's sixteen rows come in, asked for kAhead bytes earlier: 64 rows are more streams than a processor foresees;
 //   2. as 16 x 16 words of 32 bits they are transposed, so that a vector holds the same word of sixteen rows;
-//   3. a word is one float32, two bfloat16 (a shift, a mask) or eight 4-bit codes (a shift, a table, the scale of the row's 32 inputs);
+//   3. a word is one float32, two bfloat16 (a shift, a mask), four bytes (two shifts, a conversion, a scale) or eight 4-bit codes (a shift, a
+//      table, the scale of the row's 32 inputs);
 //   4. each vector of weights goes into the chains of all rows of x. Chains of different tiles hide the latency of a single row's.
 #include "k3/core/simd.h"
 #include "k3/ops/linear/product_kernels.h"
@@ -97,13 +98,14 @@ K3_INLINE vec e8m0(uvec byte) { return select(ivec(byte) == isplat(0), vec(ispla
 template <Stored stored>
 constexpr int kUnit = stored == Stored::f32    ? 16
                       : stored == Stored::bf16 ? 32
+                      : stored == Stored::q8   ? 64
                                                : 128;  // weights in kBytes
 template <Stored stored>
 K3_INLINE int64_t bytes_of_weights(int64_t n) {
   return n * kBytes / kUnit<stored>;
 }
 
-// t[i] = weight i of sixteen rows. scale: the four scale bytes of each row, as a word.
+// t[i] = weight i of sixteen rows. scale: a word for each row, mxfp4's four bytes or q8's float.
 template <Stored stored>
 K3_INLINE void unpack(const char* p, int64_t stride, const uint32_t* scale, vec* t) {
   uvec w[16];
@@ -114,6 +116,13 @@ K3_INLINE void unpack(const char* p, int64_t stride, const uint32_t* scale, vec*
   } else if constexpr (stored == Stored::bf16) {
 #pragma GCC unroll 16
     for (int i = 0; i < 16; ++i) t[2 * i] = vec(w[i] << 16), t[2 * i + 1] = vec(w[i] & uvec(isplat(int32_t(0xffff0000))));
+  } else if constexpr (stored == Stored::q8) {
+    vec f;
+    __builtin_memcpy(&f, scale, sizeof(f));
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; ++i)
+#pragma GCC unroll 4
+      for (int b = 0; b < 4; ++b) t[4 * i + b] = to_floats(ivec(w[i] << (24 - 8 * b)) >> 24) * f;
   } else {
     uvec s;
     __builtin_memcpy(&s, scale, sizeof(s));
@@ -151,7 +160,7 @@ template <Stored stored>
 static void tiles(const WeightArgs& p, int64_t j0, int64_t columns) {
   constexpr int unit = kUnit<stored>;
   vec acc[kTiles][kMaxRows];
-  const int64_t groups = p.in / 32, count = (columns + kLanes - 1) / kLanes;
+  const int64_t groups = stored == Stored::mxfp4 ? p.in / kGroupMxfp4 : (p.in + kGroupQ8 - 1) / kGroupQ8, count = (columns + kLanes - 1) / kLanes;
   for (int64_t k0 = 0; k0 < p.in || k0 == 0; k0 += kProductBlock) {
     for (int64_t t = 0; t < count; ++t)
       for (int64_t r = 0; r < p.rows; ++r) acc[t][r] = zero();
@@ -161,9 +170,11 @@ static void tiles(const WeightArgs& p, int64_t j0, int64_t columns) {
         const int64_t j = j0 + t * kLanes, rows = columns - t * kLanes < kLanes ? columns - t * kLanes : kLanes, n = end - k < unit ? end - k : unit;
         const char* w = static_cast<const char*>(p.w) + j * p.w_stride + bytes_of_weights<stored>(k);
         uint32_t scale[kLanes] = {};
+        if (stored == Stored::q8)
+          for (int64_t i = 0; i < rows; ++i) __builtin_memcpy(&scale[i], static_cast<const float*>(p.scale) + (j + i) * groups + k / kGroupQ8, 4);
         if (stored == Stored::mxfp4)
           for (int64_t i = 0; i < rows; ++i) {
-            const uint8_t* s = p.scale + (j + i) * groups + k / 32;
+            const uint8_t* s = static_cast<const uint8_t*>(p.scale) + (j + i) * groups + k / kGroupMxfp4;
             if (n == unit)
               __builtin_memcpy(&scale[i], s, 4);
             else
@@ -207,16 +218,28 @@ static void weight_product(const WeightArgs& a) {
       return weight_product_as<Stored::bf16>(a);
     case Stored::mxfp4:
       return weight_product_as<Stored::mxfp4>(a);
+    case Stored::q8:
+      return weight_product_as<Stored::q8>(a);
   }
 }
 
 static void widen(const Weight& w, int64_t first, int64_t last, float* to) {
   if (w.stored == Stored::mxfp4) {
     constexpr float value[16] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6};
-    const uint8_t *codes = static_cast<const uint8_t*>(w.data) + first * w.in / 2, *scale = w.scale + first * w.in / 32;
+    const uint8_t *codes = static_cast<const uint8_t*>(w.data) + first * w.in / 2, *scale = static_cast<const uint8_t*>(w.scale) + first * w.in / 32;
     for (int64_t g = 0; g < (last - first) * w.in / 32; ++g) {
       const float s = __builtin_bit_cast(float, scale[g] ? uint32_t(scale[g]) << 23 : 0x00400000u);
       for (int64_t i = 16 * g; i < 16 * g + 16; ++i) to[2 * i] = value[codes[i] & 15] * s, to[2 * i + 1] = value[codes[i] >> 4] * s;
+    }
+    return;
+  }
+  if (w.stored == Stored::q8) {
+    const int64_t groups = (w.in + kGroupQ8 - 1) / kGroupQ8;
+    for (int64_t r = first; r < last; ++r) {
+      const int8_t* codes = static_cast<const int8_t*>(w.data) + r * w.in;
+      const float* scale = static_cast<const float*>(w.scale) + r * groups;
+      float* row = to + (r - first) * w.in;
+      for (int64_t i = 0; i < w.in; ++i) row[i] = float(codes[i]) * scale[i / kGroupQ8];
     }
     return;
   }

@@ -10,10 +10,10 @@ struct WeightArgs {
   int64_t rows, in, first, last;
   const float* x;  // x[i][k] = x[i * x_row + k * x_step]
   int64_t x_row, x_step;
-  const void* w;         // (out, in) or, packed, (out, in / 2) bytes
-  int64_t w_stride;      // bytes from row to row
-  const uint8_t* scale;  // (out, in / 32), packed weights only
-  float* y;              // (rows, out)
+  const void* w;      // as product.h has it
+  int64_t w_stride;   // bytes from row to row
+  const void* scale;  // mxfp4 and q8
+  float* y;           // (rows, out)
   int64_t ldy;
   bool accumulate;
 };

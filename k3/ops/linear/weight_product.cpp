@@ -10,25 +10,50 @@ namespace k3 {
 
 namespace {
 
-// A weight read in place is cut into pieces of about this much of it: more than a thread's start costs, less than a big machine's share.
+// A weight read in place is cut into pieces of about this much of it, and smaller weights are put together: more than a thread's start costs,
+// less than a big machine's share. From the sizes only.
 constexpr int64_t kPieceBytes = 256 << 10, kColumns = 64;
 
-int64_t row_bytes(const Weight& w) { return w.stored == Stored::f32 ? 4 * w.in : w.stored == Stored::bf16 ? 2 * w.in : w.in / 2; }
+int64_t row_bytes(const Weight& w) {
+  switch (w.stored) {
+    case Stored::f32:
+      return 4 * w.in;
+    case Stored::bf16:
+      return 2 * w.in;
+    case Stored::mxfp4:
+      return w.in / 2;
+    case Stored::q8:
+      return w.in;
+  }
+  return 0;
+}
+bool is_mxfp4(const Param& w) { return w.scale.dtype() == DType::u8 && !w.scale.empty(); }
 
 }  // namespace
 
-Shape weight_shape(const Param& w) { return w.scale.empty() ? w.value.shape() : Shape{w.value.rows(), w.value.cols() * 2}; }
+Shape weight_shape(const Param& w) { return is_mxfp4(w) ? Shape{w.value.rows(), w.value.cols() * 2} : w.value.shape(); }
+
+void check_scales(Param& w) {
+  if (w.scales_checked || !is_mxfp4(w)) return;
+  const uint8_t *begin = w.scale.as<uint8_t>(), *end = begin + w.scale.size(), *bad = std::find(begin, end, 255);
+  K3_CHECK(bad == end, "[weight] {}_scale holds 255 (not a number) at {}; the file is damaged, download it again", w.name, bad - begin);
+  w.scales_checked = true;
+}
 
 Weight weight_of(const Param& w, int64_t first, int64_t last) {
   Tensor value = w.value.row_range(first, last);
   if (!w.scale.empty()) {
-    K3_CHECK(value.dtype() == DType::u8 && w.scale.dtype() == DType::u8 && w.scale.rows() == w.value.rows() && w.scale.cols() * 16 == value.cols(),
-             "[weight] {} is {} ({}) with scales {} ({}); MXFP4 is U8 (out x in/2) with U8 (out x in/32)", w.name, name_of(value.dtype()),
-             to_string(w.value.shape()), name_of(w.scale.dtype()), to_string(w.scale.shape()));
-    return {Stored::mxfp4, last - first, value.cols() * 2, value.data(), w.scale.row_range(first, last).as<uint8_t>()};
+    const bool mxfp4 = is_mxfp4(w);
+    const int64_t groups = mxfp4 ? value.cols() * 2 / kGroupMxfp4 : (value.cols() + kGroupQ8 - 1) / kGroupQ8;
+    K3_CHECK(value.dtype() == DType::u8 && (mxfp4 ? value.cols() % 16 == 0 : w.scale.dtype() == DType::f32) && w.scale.rows() == w.value.rows() &&
+                 w.scale.cols() == groups,
+             "[weight] {} is {} ({}) with scales {} ({}); MXFP4 is U8 (out x in/2) with U8 (out x in/32), q8 is U8 (out x in) with F32 (out x in/64)",
+             w.name, name_of(value.dtype()), to_string(w.value.shape()), name_of(w.scale.dtype()), to_string(w.scale.shape()));
+    return {mxfp4 ? Stored::mxfp4 : Stored::q8, last - first, mxfp4 ? value.cols() * 2 : value.cols(), value.data(),
+            w.scale.row_range(first, last).data()};
   }
-  K3_CHECK(value.dtype() == DType::f32 || value.dtype() == DType::bf16, "[weight] {} is {}; weights are F32, BF16, or U8 with a scale (MXFP4)",
-           w.name, name_of(value.dtype()));
+  K3_CHECK(value.dtype() == DType::f32 || value.dtype() == DType::bf16, "[weight] {} is {}; weights are F32, BF16, or U8 with a scale", w.name,
+           name_of(value.dtype()));
   return {value.dtype() == DType::f32 ? Stored::f32 : Stored::bf16, last - first, value.cols(), value.data(), nullptr};
 }
 
@@ -58,7 +83,15 @@ void weight_products(const std::vector<WeightProduct>& list, const Tensor& widen
       for (int64_t at = 0; at < w.out; at += kWidenRows) tiles.push_back({&p, at, std::min(kWidenRows, w.out - at)});
     }
   }
-  parallel_for(int64_t(few.size()), [&](int64_t i) { cpu::product_kernels().weight_product(few[size_t(i)]); });
+  std::vector<size_t> ends;  // of the pieces that one call takes
+  int64_t bytes = 0;
+  for (size_t i = 0; i < few.size(); ++i) {
+    bytes += (few[i].last - few[i].first) * few[i].w_stride;
+    if (bytes >= kPieceBytes / 2 || i + 1 == few.size()) ends.push_back(i + 1), bytes = 0;
+  }
+  parallel_for(int64_t(ends.size()), [&](int64_t i) {
+    for (size_t j = i ? ends[size_t(i - 1)] : 0; j < ends[size_t(i)]; ++j) cpu::product_kernels().weight_product(few[j]);
+  });
   products(wide);
   const int64_t lanes = std::min<int64_t>(kWidenLanes, int64_t(tiles.size()));
   parallel_for(lanes, [&](int64_t lane) {

@@ -1,5 +1,5 @@
 #pragma once
-// Products with weights as they are stored: Y = X W^T, X (rows, in) float32, W (out, in) float32, bfloat16 or MXFP4.
+// Products with weights as they are stored: Y = X W^T, X (rows, in) float32, W (out, in) as product.h lists them.
 //
 // The bits are those of the product with the weight widened to float32, in the order of product.h. Below kFewRows rows the weight is read
 // where it lies, once; from there on kWidenRows rows of it at a time are widened into a buffer and multiplied from the cache.
@@ -14,10 +14,12 @@ namespace k3 {
 inline constexpr int64_t kFewRows = 32;
 inline constexpr int64_t kWidenLanes = 64, kWidenRows = 64;
 
-// Rows first..last-1 of a parameter. Errors: a storage that is none of the three.
+// Rows first..last-1 of a parameter. Errors: a storage that is none of Stored's.
 Weight weight_of(const Param& w, int64_t first, int64_t last);
 inline Weight weight_of(const Param& w) { return weight_of(w, 0, w.value.rows()); }
 Shape weight_shape(const Param& w);  // (out, in), whatever the storage
+// A scale of 255 is not a number in MXFP4. Reads a weight's scales before its first use and never again, so that opening a snapshot reads none.
+void check_scales(Param& w);
 inline double stored_bytes(const Param& w) { return double(w.value.bytes()) + double(w.scale.bytes()); }
 
 struct WeightProduct {

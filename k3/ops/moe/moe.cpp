@@ -121,10 +121,9 @@ bool check_weights(const ExpertWeights& w, int64_t experts, int64_t l, bool trai
       Shape want = p == w.down[e] ? Shape{l, m} : Shape{m, l};
       K3_CHECK(weight_shape(*p) == want, "[experts] {} is {} but must be {}: z has {} columns", p->name, to_string(weight_shape(*p)), to_string(want),
                l);
-      const bool inference_only = p->value.dtype() == DType::bf16 || weight_of(*p).stored == Stored::mxfp4;
-      K3_CHECK(p->value.dtype() == DType::f32 || (inference_only && !training), "[experts] {} is {}; experts are F32 or, in inference, BF16 or MXFP4",
-               p->name, name_of(p->value.dtype()));
-      narrow |= p->value.dtype() != DType::f32;
+      const bool is_narrow = weight_of(*p).stored != Stored::f32;
+      K3_CHECK(!(is_narrow && training), "[experts] {} is {}; experts are F32 or, in inference, BF16 or MXFP4", p->name, name_of(p->value.dtype()));
+      narrow |= is_narrow;
     }
   return narrow;
 }
@@ -160,6 +159,8 @@ Var experts(Var z, const Routing& routing, const ExpertWeights& w, const Activat
       cpu::moe().gather(move);
       std::vector<WeightProduct> list;
       for (int64_t j = 0; j < e; ++j) {
+        if (d.rows(j) == 0) continue;
+        for (Param* p : {w.gate[j], w.up[j], w.down[j]}) check_scales(*p);
         list.push_back({d.rows(j), rows.f32() + d.begin(j) * l, weight_of(*w.gate[j]), a.f32() + d.begin(j) * m});
         list.push_back({d.rows(j), rows.f32() + d.begin(j) * l, weight_of(*w.up[j]), b.f32() + d.begin(j) * m});
       }

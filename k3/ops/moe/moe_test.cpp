@@ -6,6 +6,8 @@
 
 #include "k3/ops/activation/activation_ref.h"
 #include "k3/ops/moe/moe_ref.h"
+#include "k3/ops/linear/quantize.h"
+#include "k3/ops/linear/weight_product.h"
 #include "k3/ops/testing.h"
 
 namespace k3 {
@@ -387,6 +389,30 @@ TEST(moe, bfloat16_experts_give_the_bits_of_their_widened_copies) {
       Tape tape;
       narrow.context.tape = &tape;
       EXPECT_THAT([&] { experts(run.z, run.r, run.w, kSitu); }, testing::throws_error("experts are F32 or, in inference, BF16"));
+    }
+}
+
+TEST(moe, mxfp4_experts_give_the_bits_of_their_widened_copies_and_only_used_ones_are_checked) {
+  for (auto isa : testing::levels())
+    for (int64_t rows : {1, 200}) {
+      testing::ForceIsa force(isa);
+      Moe moe(rows, 2, 96, 160, 5);
+      for (int32_t& e : moe.chosen) e = e == 4 ? -1 : e;  // nobody chooses the last one
+      testing::Step wide(false), narrow(false);
+      auto run = moe.run(narrow, false), same = moe.run(wide, false);
+      for (int64_t e = 0; e < 5; ++e)
+        for (auto list : {&ExpertWeights::gate, &ExpertWeights::up, &ExpertWeights::down}) {
+          Param &p = *(run.w.*list)[e], &q = *(same.w.*list)[e];
+          const int64_t out = p.value.rows(), in = p.value.cols();
+          Tensor codes = narrow.arena().lend(DType::u8, {out, in / 2}), scales = narrow.arena().lend(DType::u8, {out, in / 32});
+          quantize(Stored::mxfp4, p.value.f32(), out, in, codes.data(), scales.data(), p.name);
+          p.value = codes, p.scale = scales;
+          if (e == 4) scales.as<uint8_t>()[0] = 255;
+          if (e < 4) widen(weight_of(p), 0, out, q.value.f32());
+        }
+      EXPECT_TRUE(testing::same_bits(experts(run.z, run.r, run.w, kSitu).value(), experts(same.z, same.r, same.w, kSitu).value()));
+      run.r.experts.i32()[0] = 4;
+      EXPECT_THAT([&] { experts(run.z, run.r, run.w, kSitu); }, testing::throws_error("[weight] w1_scale holds 255"));
     }
 }
 
