@@ -39,6 +39,8 @@ void each_key(C& c, F f) {
   f("linear_attn_config.full_attn_layers", c.full_attn_layers), f("linear_attn_config.gate_lower_bound", c.gate_lower_bound);
   f("linear_attn_config.use_full_rank_gate", c.use_full_rank_gate);
   f("attention_head_dim", c.attention_head_dim), f("mixers", c.mixers), f("final_mixer", c.final_mixer), f("latent_moe_norm", c.latent_moe_norm);
+  f("ffn", c.ffn), f("residual", c.residual), f("activation", c.activation), f("latent_moe_alpha", c.latent_moe_alpha);
+  f("latent_moe_variant", c.latent_moe_variant);
 }
 
 struct Alias {
@@ -205,7 +207,53 @@ void Config::set(const std::string& assignment) {
 
 bool Config::is_moe(int64_t layer) const { return num_experts > 0 && layer >= first_k_dense_replace && layer % moe_layer_freq == 0; }
 
+void Config::expand() {
+  auto one_of = [](const char* key, const std::string& value, std::initializer_list<const char*> known) {
+    std::string list;
+    for (const char* k : known) {
+      if (value == k) return;
+      list += (list.empty() ? "" : ", ") + std::string(k);
+    }
+    K3_CHECK(value.empty(), "[config] {} is '{}', but {} are known", key, value, list);
+  };
+  one_of("ffn", ffn, {"dense", "moe", "latent_moe"}), one_of("residual", residual, {"plain", "attnres"});
+  one_of("activation", activation, {"swiglu", "situ", "clipped"}), one_of("latent_moe_variant", latent_moe_variant, {"eff", "acc"});
+
+  if (!activation.empty()) hidden_act = activation == "swiglu" ? "silu" : activation;
+  if (residual == "plain") attn_res_block_size = 0;
+  K3_CHECK(residual != "attnres" || attn_res_block_size >= 1,
+           "[config] residual is attnres but attn_res_block_size is {}; it must be 1 (every layer a source) to num_hidden_layers {}",
+           attn_res_block_size, num_hidden_layers);
+
+  K3_CHECK(latent_moe_variant.empty() || latent_moe_alpha > 0,
+           "[config] latent_moe_variant is {} but latent_moe_alpha is {}; it must be at least 1, as in latent_moe_alpha=2", latent_moe_variant,
+           latent_moe_alpha);
+  K3_CHECK(
+      latent_moe_alpha == 0 || !latent_moe_variant.empty(),
+      "[config] latent_moe_alpha is {} but latent_moe_variant is not set; it must be eff (same number of active experts) or acc (alpha times it)",
+      latent_moe_alpha);
+  if (ffn == "dense") num_experts = 0;
+  if (ffn == "moe") routed_expert_hidden_size = 0, latent_moe_use_norm = false, latent_moe_norm = "none";
+  K3_CHECK(ffn == "dense" || ffn.empty() || num_experts > 0, "[config] ffn is {} but num_experts is 0; it must be at least 1, or ffn=dense", ffn);
+  if (latent_moe_alpha) {
+    K3_CHECK(ffn != "dense" && ffn != "moe", "[config] latent_moe_alpha is for ffn=latent_moe, not {}", ffn);
+    K3_CHECK(num_experts > 0, "[config] latent_moe_alpha needs a MoE to start from: set num_experts and num_experts_per_token");
+    K3_CHECK(routed_expert_hidden_size == 0,
+             "[config] latent_moe_alpha sets the latent width, but routed_expert_hidden_size is {} already; leave one of the two out",
+             routed_expert_hidden_size);
+    K3_CHECK(latent_moe_alpha > 0 && hidden_size % latent_moe_alpha == 0, "[config] latent_moe_alpha {} must divide hidden_size {}", latent_moe_alpha,
+             hidden_size);
+    routed_expert_hidden_size = hidden_size / latent_moe_alpha;
+    num_experts *= latent_moe_alpha;
+    if (latent_moe_variant == "acc") num_experts_per_token *= latent_moe_alpha;
+  }
+  K3_CHECK(ffn != "latent_moe" || routed_expert_hidden_size > 0,
+           "[config] ffn is latent_moe but there is no latent width; set routed_expert_hidden_size, or latent_moe_alpha and latent_moe_variant");
+  ffn.clear(), residual.clear(), activation.clear(), latent_moe_variant.clear(), latent_moe_alpha = 0;
+}
+
 void Config::finish() {
+  expand();
   auto positive = [](const char* key, int64_t v) { K3_CHECK(v > 0, "[config] {} is {} but must be at least 1", key, v); };
   positive("hidden_size", hidden_size), positive("vocab_size", vocab_size), positive("num_hidden_layers", num_hidden_layers);
   positive("num_attention_heads", num_attention_heads), positive("intermediate_size", intermediate_size);
@@ -304,6 +352,7 @@ json Config::to_json() const {
     auto absent_when = [&](std::initializer_list<const char*> names, bool absent) {
       return absent && std::find(names.begin(), names.end(), key) != names.end();
     };
+    if (absent_when({"ffn", "residual", "activation", "latent_moe_alpha", "latent_moe_variant"}, true)) return;  // resolved
     if (absent_when({"mixers", "final_mixer"}, mixers.empty())) return;
     if (absent_when({"linear_attn_config.kda_layers", "linear_attn_config.full_attn_layers"}, !mixers.empty())) return;
     if (key == "final_mixer" || (key == "attention_head_dim" && attention_head_dim == 0)) return;

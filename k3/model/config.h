@@ -56,6 +56,15 @@ struct Config {
   // Where the latent MoE norms: none, down (after the down-projection), up (before the up-projection, K3's), both.
   std::string latent_moe_norm;
 
+  // Short names for comparisons. finish() turns them into the keys above and empties them, so a snapshot holds resolved keys only.
+  std::string ffn;         // dense; moe: experts at hidden_size; latent_moe: in the latent space
+  std::string residual;    // plain; attnres: in blocks of attn_res_block_size layers
+  std::string activation;  // swiglu, situ, clipped
+  // A MoE of N experts, K of them active, becomes a latent one of width hidden_size / alpha with alpha N experts, of which eff uses K and acc
+  // alpha K (training.md 4.2). 0: off.
+  int64_t latent_moe_alpha = 0;
+  std::string latent_moe_variant;
+
   // Filled by finish().
   std::vector<std::string> mixer_of_layer;
   bool is_moe(int64_t layer) const;
@@ -72,6 +81,9 @@ struct Config {
   static std::vector<std::string> keys();
   void finish();
   nlohmann::json to_json() const;  // the published layout
+
+ private:
+  void expand();  // the short names
 };
 
 }  // namespace k3

@@ -125,5 +125,50 @@ TEST(config, a_pattern_is_tiled_and_ends_in_the_final_mixer) {
   EXPECT_EQ(c.full_attn_layers, (std::vector<int64_t>{4, 6}));
 }
 
+Config with(std::vector<std::string> sets) {
+  Config c = testing::tiny_k3();
+  c.routed_expert_hidden_size = 0, c.latent_moe_use_norm = false;
+  for (const std::string& s : sets) c.set(s);
+  c.finish();
+  return c;
+}
+
+TEST(config, alpha_makes_more_and_narrower_experts_and_a_snapshot_holds_the_result) {
+  Config eff = with({"latent_moe_alpha=2", "latent_moe_variant=eff"}), acc = with({"latent_moe_alpha=2", "latent_moe_variant=acc"});
+  for (const auto& [c, active] : {std::pair{&eff, 4}, {&acc, 8}}) {
+    EXPECT_EQ(c->num_experts, 32);
+    EXPECT_EQ(c->num_experts_per_token, active);
+    EXPECT_EQ(c->routed_expert_hidden_size, 24);
+  }
+  Config again = Config::parse(acc.to_json());
+  again.finish();
+  EXPECT_EQ(again.to_json(), acc.to_json());
+  acc.finish();  // and once more changes nothing
+  EXPECT_EQ(acc.num_experts, 32);
+}
+
+TEST(config, short_names_set_the_published_keys) {
+  Config c = with({"activation=swiglu", "residual=plain", "ffn=dense"});
+  EXPECT_EQ(c.hidden_act, "silu");
+  EXPECT_EQ(c.attn_res_block_size, 0);
+  EXPECT_EQ(c.num_experts, 0);
+  EXPECT_EQ(with({"residual=attnres", "attn_res_block_size=1"}).attn_res_block_size, 1);
+}
+
+TEST(config, a_combination_that_cannot_be_names_what_can) {
+  EXPECT_THAT(
+      [] {
+        with({"residual=attnres", "attn_res_block_size=0"});
+      },
+      testing::throws_error("attn_res_block_size is 0; it must be 1 (every layer a source) to num_hidden_layers 9"));
+  EXPECT_THAT([] { with({"latent_moe_variant=eff"}); }, testing::throws_error("latent_moe_alpha is 0; it must be at least 1"));
+  EXPECT_THAT([] { with({"latent_moe_alpha=2"}); }, testing::throws_error("it must be eff (same number of active experts) or acc"));
+  EXPECT_THAT([] { with({"latent_moe_alpha=7", "latent_moe_variant=acc"}); }, testing::throws_error("latent_moe_alpha 7 must divide hidden_size 48"));
+  EXPECT_THAT([] { with({"ffn=mlp"}); }, testing::throws_error("dense, moe, latent_moe are known"));
+  EXPECT_THAT([] { with({"residual=none"}); }, testing::throws_error("plain, attnres are known"));
+  EXPECT_THAT([] { with({"activation=relu"}); }, testing::throws_error("swiglu, situ, clipped are known"));
+  EXPECT_THAT([] { with({"ffn=latent_moe"}); }, testing::throws_error("set routed_expert_hidden_size, or latent_moe_alpha and latent_moe_variant"));
+}
+
 }  // namespace
 }  // namespace k3
