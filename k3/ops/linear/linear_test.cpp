@@ -129,6 +129,33 @@ struct StoredWeight {
   }
 };
 
+// Scales from 2^-127 to 2^127 side by side, and x from subnormal numbers to 10^30: where moving a scale out of a sum would cost bits, it must stay.
+TEST(linear, mxfp4_gives_the_bits_of_the_widened_weights_at_any_scale_and_size_of_x) {
+  for (auto isa : testing::levels())
+    for (int64_t m : {1, 2, 5, 8})
+      for (double size : {0.0, 1e-44, 1e-30, 1e-18, 1.0, 1e14, 1e16, 1e30})
+        for (int64_t spread : {1, 31, 33, 70, 254}) {  // scale bytes 127 +- spread / 2
+          testing::ForceIsa force(isa);
+          const int64_t n = 80, k = 416;
+          StoredWeight w(Stored::mxfp4, n, k, 3);
+          w.wide.clear();
+          for (size_t i = 0; i < w.scales.size(); ++i) w.scales[i] = uint8_t(127 - spread / 2 + int64_t(Rng{7, 7}.below(uint64_t(spread), i)));
+          for (int64_t i = 0; i < n * k; ++i) {
+            constexpr float magnitude[8] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6};
+            int code = w.bytes[size_t(1 + i / 2)] >> (i % 2 * 4) & 15;
+            w.wide.push_back(std::ldexp(code & 8 ? -magnitude[code & 7] : magnitude[code], w.scales[size_t(1 + i / 32)] - 127));
+          }
+          Values x(m * k, 5, size);
+          for (int64_t i = 0; i < m * k; i += 7) x[i] = i % 2 ? 0.0f : -0.0f;
+          testing::Step step(false);
+          Var y = linear(step.input(x, {m, k}), w.param);
+          std::vector<float> want(size_t(m * n));
+          product_serial(x_wt(x.data(), w.wide.data(), want.data(), m, n, k));
+          ASSERT_EQ(0, std::memcmp(want.data(), y.f32(), want.size() * 4))
+              << cpu::name_of(isa) << ": " << m << " rows of size " << size << ", spread " << spread;
+        }
+}
+
 TEST(linear, weights_as_stored_give_the_bits_of_the_widened_ones) {
   for (auto isa : testing::levels())
     for (auto stored : {Stored::f32, Stored::bf16, Stored::mxfp4, Stored::q8})

@@ -1,11 +1,14 @@
 // Products in the order of product.h. Lanes run over sixteen columns of the result, so each lane is one chain of multiply-adds over k.
 //
-// A weight W (out, in) is bound by reading it once, at any number of rows below kMaxRows. For each group of kTiles tiles of sixteen columns:
-//   1. 64 bytes of each of a tile's sixteen rows come in, asked for kAhead bytes earlier: 64 rows are more streams than a processor foresees;
-//   2. as 16 x 16 words of 32 bits they are transposed, so that a vector holds the same word of sixteen rows;
-//   3. a word is one float32, two bfloat16 (a shift, a mask), four bytes (two shifts, a conversion, a scale) or eight 4-bit codes (a shift, a
-//      table, the scale of the row's 32 inputs);
-//   4. each vector of weights goes into the chains of all rows of x. Chains of different tiles hide the latency of a single row's.
+// A weight W (out, in) is bound by reading it once, at few rows of x. For one to four tiles of sixteen columns (rows of W), row by row of x in
+// registers:
+//   1. 16 bytes of each of a tile's sixteen rows are transposed, as 4 x 4 words in each 128 bits, so that a vector holds one word of sixteen rows;
+//   2. a word is one float32, two bfloat16 (a shift, a mask), four int8 or eight 4-bit codes (a shift, a table; below);
+//   3. each vector of weights goes into the chains of up to sixteen rows of x. Chains of different tiles hide the latency of a single row's.
+//
+// MXFP4's scales are powers of two, so they can stand outside the chains: before each group of 32 a chain is multiplied by the last group's scale
+// over this one's, at the end by the last. That moves no bit as long as nothing leaves the range of normal numbers: see x_reaches() and
+// scales_reach().
 #include "k3/core/simd.h"
 #include "k3/ops/linear/product_kernels.h"
 
@@ -13,65 +16,72 @@ namespace k3::cpu::K3_ISA {
 
 using namespace k3::simd;
 
-constexpr int kTiles = 4, kMaxRows = 32;
-constexpr int kBytes = 64, kAhead = 512;  // of one row of W: what is taken at once, and how long before it is asked for
+constexpr int kBytes = 64;  // of one row of W: a step
 #if defined(__AVX512F__)
-constexpr int kChains = 8;  // rows whose chains fill the registers
+constexpr int kChains = 16;  // what fits in the registers
 #elif defined(__AVX2__)
 constexpr int kChains = 4;
 #else
 constexpr int kChains = 2;
 #endif
 
-K3_INLINE unative read_native(const char* p) {
-  typedef unative mem __attribute__((aligned(1), may_alias));
+typedef uint32_t quad __attribute__((vector_size(16)));
+K3_INLINE quad read_quad(const char* p) {
+  typedef quad mem __attribute__((aligned(1), may_alias));
   return *reinterpret_cast<const mem*>(p);
 }
-
-// kNative x kNative words in registers: rounds of pairwise exchange, doubling the distance.
-K3_INLINE void transpose_native(unative* r) {
-#define K3_ROUND(d, lo, hi)                                                  \
-  _Pragma("GCC unroll 16") for (int i = 0; i < kNative; ++i) if (!(i & d)) { \
-    unative a = r[i], b = r[i + d];                                          \
-    r[i] = __builtin_shuffle(a, b, lo);                                      \
-    r[i + d] = __builtin_shuffle(a, b, hi);                                  \
-  }
+// 16 bytes from every fourth row into each 128 bits of a register
+K3_INLINE unative read_rows(const char* p, [[maybe_unused]] int64_t stride) {
 #if defined(__AVX512F__)
-  const unative lo1 = {0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30}, hi1 = {1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31};
-  const unative lo2 = {0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29}, hi2 = {2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31};
-  const unative lo4 = {0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27}, hi4 = {4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31};
-  const unative lo8 = {0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23}, hi8 = {8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31};
-  K3_ROUND(1, lo1, hi1)
-  K3_ROUND(2, lo2, hi2)
-  K3_ROUND(4, lo4, hi4)
-  K3_ROUND(8, lo8, hi8)
+  typedef uint32_t oct __attribute__((vector_size(32)));
+  oct a = __builtin_shufflevector(read_quad(p), read_quad(p + 4 * stride), 0, 1, 2, 3, 4, 5, 6, 7);
+  oct b = __builtin_shufflevector(read_quad(p + 8 * stride), read_quad(p + 12 * stride), 0, 1, 2, 3, 4, 5, 6, 7);
+  return __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
 #elif defined(__AVX2__)
-  const unative lo1 = {0, 8, 2, 10, 4, 12, 6, 14}, hi1 = {1, 9, 3, 11, 5, 13, 7, 15};
-  const unative lo2 = {0, 1, 8, 9, 4, 5, 12, 13}, hi2 = {2, 3, 10, 11, 6, 7, 14, 15};
-  const unative lo4 = {0, 1, 2, 3, 8, 9, 10, 11}, hi4 = {4, 5, 6, 7, 12, 13, 14, 15};
-  K3_ROUND(1, lo1, hi1)
-  K3_ROUND(2, lo2, hi2)
-  K3_ROUND(4, lo4, hi4)
+  return __builtin_shufflevector(read_quad(p), read_quad(p + 4 * stride), 0, 1, 2, 3, 4, 5, 6, 7);
 #else
-  const unative lo1 = {0, 4, 2, 6}, hi1 = {1, 5, 3, 7}, lo2 = {0, 1, 4, 5}, hi2 = {2, 3, 6, 7};
-  K3_ROUND(1, lo1, hi1)
-  K3_ROUND(2, lo2, hi2)
+  return read_quad(p);
 #endif
-#undef K3_ROUND
 }
+#if defined(__AVX512F__)
+#define K3_QUADS(a, b, c, d) \
+  { a, b, c, d, a + 4, b + 4, c + 4, d + 4, a + 8, b + 8, c + 8, d + 8, a + 12, b + 12, c + 12, d + 12 }
+#elif defined(__AVX2__)
+#define K3_QUADS(a, b, c, d) \
+  { a, b, c, d, a + 4, b + 4, c + 4, d + 4 }
+#else
+#define K3_QUADS(a, b, c, d) \
+  { a, b, c, d }
+#endif
+K3_INLINE void transpose_quads(const char* p, int64_t stride, unative* w) {
+  constexpr uint32_t n = kNative;
+  const unative low = K3_QUADS(0, n, 1, n + 1), high = K3_QUADS(2, n + 2, 3, n + 3), first = K3_QUADS(0, 1, n, n + 1),
+                second = K3_QUADS(2, 3, n + 2, n + 3);
+  const unative a = read_rows(p, stride), b = read_rows(p + stride, stride), c = read_rows(p + 2 * stride, stride),
+                d = read_rows(p + 3 * stride, stride);
+  const unative ab0 = __builtin_shuffle(a, b, low), ab2 = __builtin_shuffle(a, b, high), cd0 = __builtin_shuffle(c, d, low),
+                cd2 = __builtin_shuffle(c, d, high);
+  w[0] = __builtin_shuffle(ab0, cd0, first), w[1] = __builtin_shuffle(ab0, cd0, second);
+  w[2] = __builtin_shuffle(ab2, cd2, first), w[3] = __builtin_shuffle(ab2, cd2, second);
+}
+#undef K3_QUADS
 
-// w[i] = word i of sixteen rows
+// w[i] = word i of sixteen rows, i < 4
 K3_INLINE void transpose_words(const char* p, int64_t stride, uvec* w) {
   constexpr int parts = kLanes / kNative;
-  for (int a = 0; a < parts; ++a)
-    for (int b = 0; b < parts; ++b) {
-      unative r[kNative];
-#pragma GCC unroll 16
-      for (int j = 0; j < kNative; ++j) r[j] = read_native(p + (a * kNative + j) * stride + b * kNative * 4);
-      transpose_native(r);
-#pragma GCC unroll 16
-      for (int i = 0; i < kNative; ++i) __builtin_memcpy(reinterpret_cast<char*>(w + b * kNative + i) + a * kNative * 4, &r[i], sizeof(unative));
-    }
+  unative part[parts][4];
+#pragma GCC unroll 4
+  for (int a = 0; a < parts; ++a) transpose_quads(p + a * kNative * stride, stride, part[a]);
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+#if defined(__AVX512F__)
+    w[i] = part[0][i];
+#elif defined(__AVX2__)
+    w[i] = uvec(part[0][i], part[1][i]);
+#else
+    w[i] = uvec({part[0][i], part[1][i]}, {part[2][i], part[3][i]});
+#endif
+  }
 }
 
 // The value of a 4-bit code (sign, two bits of exponent, one of mantissa) in each lane; bits above the fourth are ignored.
@@ -100,114 +110,220 @@ constexpr int kUnit = stored == Stored::f32    ? 16
                       : stored == Stored::bf16 ? 32
                       : stored == Stored::q8   ? 64
                                                : 128;  // weights in kBytes
+
+// Keeps the compiler from fusing a product with the sum that follows.
+K3_INLINE native rounded(native v) {
+  __asm__("" : "+v"(v));
+  return v;
+}
+#if !defined(__AVX512F__)
+template <class H, class L>
+K3_INLINE Pair<H, L> rounded(Pair<H, L> v) {
+  return {rounded(v.lo), rounded(v.hi)};
+}
+#endif
+
+// When scales may stand outside the chains. x is 0 or 2^-60 <= |x| < 2^50, scales are 2^-31 .. 2^32: then a chain, in whichever of these scales, is a
+// multiple of 2^(-60-24-63) (x has 24 bits, a code is a multiple of 1/2, two scales are 2^63 apart at most), which float32 holds down to 2^-149, and
+// below 384 * 6 * 2^(50+63) < 2^125.
+static bool x_reaches(const WeightArgs& p) {
+  ivec bad{};
+  for (int64_t r = 0; r < p.rows; ++r)
+    for (int64_t k = 0; k < p.in; k += kLanes) {  // in is a multiple of 32
+      const ivec bits = ivec(load(p.x + r * p.x_row + k)) & isplat(0x7fffffff);
+      bad = bad | ((bits != isplat(0)) & ((bits < isplat((127 - 60) << 23)) | (bits >= isplat((127 + 50) << 23))));
+    }
+  for (int i = 0; i < kLanes; ++i)
+    if (bad[i]) return false;
+  return true;
+}
+// The scales of sixteen rows for a block's steps, a word a row: four bytes of mxfp4, a float of q8; 127 (one) where there is no row or group.
 template <Stored stored>
-K3_INLINE int64_t bytes_of_weights(int64_t n) {
-  return n * kBytes / kUnit<stored>;
+constexpr int kSteps = int(kProductBlock) / kUnit<stored>;
+template <Stored stored>
+K3_INLINE void load_scales(const WeightArgs& p, int64_t row, int64_t rows, int64_t k0, int64_t end, uvec* scales) {
+  if constexpr (stored == Stored::q8) {
+    const int64_t groups = (p.in + kGroupQ8 - 1) / kGroupQ8;
+    for (int64_t k = k0; k < end; k += kUnit<stored>) {
+      float f[kLanes] = {};
+      for (int64_t i = 0; i < rows; ++i) f[i] = static_cast<const float*>(p.scale)[(row + i) * groups + k / kGroupQ8];
+      __builtin_memcpy(scales++, f, sizeof f);
+    }
+  }
+  if constexpr (stored == Stored::mxfp4) {
+    const int64_t groups = p.in / kGroupMxfp4;
+    const uint8_t* from = static_cast<const uint8_t*>(p.scale) + row * groups + k0 / kGroupMxfp4;
+    for (int64_t k = k0; k < end; k += kUnit<stored>, from += 4) {
+      uint32_t words[kLanes];
+      const int64_t n = (end - k) / kGroupMxfp4;
+      if (rows == kLanes && n >= 4) {
+        for (int i = 0; i < kLanes; ++i) __builtin_memcpy(&words[i], from + i * groups, 4);
+      } else {
+        for (int i = 0; i < kLanes; ++i) words[i] = 0x7f7f7f7f;
+        for (int64_t i = 0; i < rows; ++i) __builtin_memcpy(&words[i], from + i * groups, uint64_t(n < 4 ? n : 4));
+      }
+      __builtin_memcpy(scales++, words, sizeof words);
+    }
+  }
+}
+// Whether all bytes are 96 .. 159: bit 7 unlike bit 6, bit 6 like bit 5.
+K3_INLINE bool scales_reach(const uvec* scales, int64_t n) {
+  uvec all = ~uvec{}, any{};
+  for (int64_t i = 0; i < n; ++i) {
+    const uvec t = scales[i] ^ (scales[i] << 1);
+    all = all & t, any = any | t;
+  }
+  const ivec bad = ivec((~all & uvec(isplat(int32_t(0x80808080)))) | (any & uvec(isplat(0x40404040))));
+  int32_t found = 0;
+  for (int i = 0; i < kLanes; ++i) found |= bad[i];
+  return found == 0;
 }
 
-// t[i] = weight i of sixteen rows. scale: a word for each row, mxfp4's four bytes or q8's float.
+// Weight c of sixteen rows, of those in four words; mxfp4 without its scale.
 template <Stored stored>
-K3_INLINE void unpack(const char* p, int64_t stride, const uint32_t* scale, vec* t) {
-  uvec w[16];
-  transpose_words(p, stride, w);
-  if constexpr (stored == Stored::f32) {
-#pragma GCC unroll 16
-    for (int i = 0; i < 16; ++i) t[i] = vec(w[i]);
-  } else if constexpr (stored == Stored::bf16) {
-#pragma GCC unroll 16
-    for (int i = 0; i < 16; ++i) t[2 * i] = vec(w[i] << 16), t[2 * i + 1] = vec(w[i] & uvec(isplat(int32_t(0xffff0000))));
-  } else if constexpr (stored == Stored::q8) {
-    vec f;
-    __builtin_memcpy(&f, scale, sizeof(f));
-#pragma GCC unroll 16
-    for (int i = 0; i < 16; ++i)
+K3_INLINE vec weight(const uvec* w, int c, vec scale) {
+  if constexpr (stored == Stored::f32) return vec(w[c]);
+  if constexpr (stored == Stored::bf16) return vec(c & 1 ? w[c / 2] & uvec(isplat(int32_t(0xffff0000))) : w[c / 2] << 16);
+  if constexpr (stored == Stored::q8) return to_floats(ivec(w[c / 4] << (24 - 8 * (c % 4))) >> 24) * scale;
+  if constexpr (stored == Stored::mxfp4) return e2m1(w[c / 8] >> (4 * (c % 8)));
+}
+
+// The chains s of R rows of x and T tiles over one step of n weights (n = kUnit if `all`). moved: scales stand outside; `last` is the one that the
+// chains are in.
+template <Stored stored, int R, int T, bool all, bool moved>
+K3_INLINE void step(const char* const* w, int64_t stride, const uvec* scales, uvec* last, const float* x, int64_t x_row, int64_t n, vec (*s)[R]) {
+  constexpr int of4 = kUnit<stored> / 4;
 #pragma GCC unroll 4
-      for (int b = 0; b < 4; ++b) t[4 * i + b] = to_floats(ivec(w[i] << (24 - 8 * b)) >> 24) * f;
-  } else {
-    uvec s;
-    __builtin_memcpy(&s, scale, sizeof(s));
-    for (int g = 0; g < 4; ++g) {
-      vec f = e8m0(s & uvec(isplat(255)));
-      s = s >> 8;
-      for (int i = 4 * g; i < 4 * g + 4; ++i)
-#pragma GCC unroll 8
-        for (int q = 0; q < 8; ++q) t[8 * i + q] = e2m1(w[i] >> (4 * q)) * f;
+  for (int q = 0; q < 4; ++q) {
+    if (!all && q * of4 >= n) return;
+    uvec words[T][4];
+    vec scale[T];
+#pragma GCC unroll 4
+    for (int t = 0; t < T; ++t) {
+      transpose_words(w[t] + 16 * q, stride, words[t]);
+      if constexpr (stored == Stored::q8) scale[t] = vec(scales[t]);
+      if constexpr (stored == Stored::mxfp4) {
+        const uvec byte = (scales[t] >> (8 * q)) & uvec(isplat(255));
+        scale[t] = moved ? vec((last[t] - byte + uvec(isplat(127))) << 23) : e8m0(byte);
+        last[t] = byte;
+        if (moved)
+#pragma GCC unroll 16
+          for (int r = 0; r < R; ++r) s[t][r] = rounded(s[t][r] * scale[t]);
+      }
+    }
+#pragma GCC unroll 32
+    for (int c = 0; c < of4; ++c) {
+      if (!all && q * of4 + c >= n) return;
+#pragma GCC unroll 4
+      for (int t = 0; t < T; ++t) {
+        vec v = weight<stored>(words[t], c, scale[t]);
+        if (stored == Stored::mxfp4 && !moved) v = v * scale[t];
+#pragma GCC unroll 16
+        for (int r = 0; r < R; ++r) s[t][r] = fma(splat(x[r * x_row + q * of4 + c]), v, s[t][r]);
+      }
     }
   }
 }
 
-// The chains of R rows of x over n weights.
-template <int R>
-K3_INLINE void chain(const float* x, int64_t x_row, int64_t x_step, const vec* t, int64_t n, vec* acc) {
-  vec s[R];
-#pragma GCC unroll 8
-  for (int r = 0; r < R; ++r) s[r] = acc[r];
-  for (int64_t k = 0; k < n; ++k)
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) s[r] = fma(splat(x[r * x_row + k * x_step]), t[k], s[r]);
-#pragma GCC unroll 8
-  for (int r = 0; r < R; ++r) acc[r] = s[r];
-}
-template <int R>
-K3_INLINE void chains(const float* x, int64_t x_row, int64_t x_step, const vec* t, int64_t n, int64_t rows, vec* acc) {
-  int64_t r = 0;
-  for (; r + R <= rows; r += R) chain<R>(x + r * x_row, x_row, x_step, t, n, acc + r);
-  if constexpr (R > 1)
-    if (r < rows) chains<R / 2>(x + r * x_row, x_row, x_step, t, n, rows - r, acc + r);
+// The sum of one block, k0 .. end - 1.
+template <Stored stored, int R, int T, bool moved>
+K3_INLINE void block(const WeightArgs& p, const float* x, int64_t k0, int64_t end, int64_t j, int64_t columns, const uvec (*scales)[kSteps<stored>],
+                     vec (*s)[R]) {
+  constexpr int U = kUnit<stored>;
+  const char* w[T];
+  for (int t = 0; t < T; ++t) w[t] = static_cast<const char*>(p.w) + (j + t * kLanes) * p.w_stride + k0 * kBytes / U;
+  // Rows of few kilobytes end before a processor has foreseen them: then the next tile is fetched into the second level meanwhile.
+  const bool short_rows = p.w_stride < 4096;
+  const char* next = w[0] + T * kLanes * p.w_stride + (T * kLanes - 1) * (k0 * kBytes / U);
+#pragma GCC unroll 4
+  for (int t = 0; t < T; ++t)
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) s[t][r] = zero();
+  uvec last[T];
+  for (int t = 0; t < T; ++t) last[t] = uvec(isplat(127));
+  int64_t k = k0;
+  if (columns == T * kLanes)
+    for (; k + U <= end; k += U) {
+      uvec scale[T];
+#pragma GCC unroll 4
+      for (int t = 0; t < T; ++t) {
+        if (stored == Stored::q8 || stored == Stored::mxfp4) scale[t] = scales[t][(k - k0) / U];
+        if (short_rows)
+          for (int i = 0; i < kLanes; ++i) __builtin_prefetch(next, 0, 2), next += kBytes;
+        else
+          for (int i = 0; i < kLanes; ++i) __builtin_prefetch(w[t] + i * p.w_stride + 4 * kBytes);
+      }
+      step<stored, R, T, true, moved>(w, p.w_stride, scale, last, x + k, p.x_row, U, s);
+#pragma GCC unroll 4
+      for (int t = 0; t < T; ++t) w[t] += kBytes;
+    }
+  for (int64_t n; k < end; k += n) {  // what is no whole step or tile: through a copy
+    char edge[T][kLanes * kBytes] = {};
+    const char* copy[T];
+    uvec scale[T];
+    n = end - k < U ? end - k : U;
+    for (int t = 0; t < T; ++t) {
+      const int64_t rows = columns - t * kLanes < kLanes ? columns - t * kLanes : kLanes;
+      for (int64_t i = 0; i < rows; ++i) __builtin_memcpy(edge[t] + i * kBytes, w[t] + i * p.w_stride, uint64_t(n * kBytes / U));
+      if (stored == Stored::q8 || stored == Stored::mxfp4) scale[t] = scales[t][(k - k0) / U];
+      copy[t] = edge[t], w[t] += n * kBytes / U;
+    }
+    step<stored, R, T, false, moved>(copy, kBytes, scale, last, x + k, p.x_row, n, s);
+  }
+  if constexpr (moved)
+#pragma GCC unroll 4
+    for (int t = 0; t < T; ++t)
+#pragma GCC unroll 16
+      for (int r = 0; r < R; ++r) s[t][r] = rounded(s[t][r] * vec(last[t] << 23));
 }
 
-template <Stored stored>
-static void tiles(const WeightArgs& p, int64_t j0, int64_t columns) {
-  constexpr int unit = kUnit<stored>;
-  vec acc[kTiles][kMaxRows];
-  const int64_t groups = stored == Stored::mxfp4 ? p.in / kGroupMxfp4 : (p.in + kGroupQ8 - 1) / kGroupQ8, count = (columns + kLanes - 1) / kLanes;
+// Rows i .. i + R - 1 of x, T tiles from column j on, of which `columns` are there.
+template <Stored stored, int R, int T>
+static void tiles(const WeightArgs& p, bool may_move, int64_t i, int64_t j, int64_t columns) {
+  const float* x = p.x + i * p.x_row;
   for (int64_t k0 = 0; k0 < p.in || k0 == 0; k0 += kProductBlock) {
-    for (int64_t t = 0; t < count; ++t)
-      for (int64_t r = 0; r < p.rows; ++r) acc[t][r] = zero();
     const int64_t end = k0 + kProductBlock < p.in ? k0 + kProductBlock : p.in;
-    for (int64_t k = k0; k < end; k += unit)
-      for (int64_t t = 0; t < count; ++t) {
-        const int64_t j = j0 + t * kLanes, rows = columns - t * kLanes < kLanes ? columns - t * kLanes : kLanes, n = end - k < unit ? end - k : unit;
-        const char* w = static_cast<const char*>(p.w) + j * p.w_stride + bytes_of_weights<stored>(k);
-        uint32_t scale[kLanes] = {};
-        if (stored == Stored::q8)
-          for (int64_t i = 0; i < rows; ++i) __builtin_memcpy(&scale[i], static_cast<const float*>(p.scale) + (j + i) * groups + k / kGroupQ8, 4);
-        if (stored == Stored::mxfp4)
-          for (int64_t i = 0; i < rows; ++i) {
-            const uint8_t* s = static_cast<const uint8_t*>(p.scale) + (j + i) * groups + k / kGroupMxfp4;
-            if (n == unit)
-              __builtin_memcpy(&scale[i], s, 4);
-            else
-              for (int64_t g = 0; g < n / 32; ++g) scale[i] |= uint32_t(s[g]) << (8 * g);
-          }
-        vec weights[unit];
-        if (rows == kLanes && n == unit) {
-          for (int64_t i = 0; i < kLanes; ++i) __builtin_prefetch(w + i * p.w_stride + kAhead);
-          unpack<stored>(w, p.w_stride, scale, weights);
-          chains<kChains>(p.x + k * p.x_step, p.x_row, p.x_step, weights, unit, p.rows, acc[t]);
-        } else {
-          char edge[kLanes * kBytes] = {};
-          for (int64_t i = 0; i < rows; ++i) __builtin_memcpy(edge + i * kBytes, w + i * p.w_stride, uint64_t(bytes_of_weights<stored>(n)));
-          unpack<stored>(edge, kBytes, scale, weights);
-          chains<kChains>(p.x + k * p.x_step, p.x_row, p.x_step, weights, n, p.rows, acc[t]);
-        }
-      }
-    for (int64_t t = 0; t < count; ++t)
-      for (int64_t r = 0; r < p.rows; ++r) {
-        float* y = p.y + r * p.ldy + j0 + t * kLanes;
+    vec s[T][R];
+    uvec scales[T][kSteps<stored>];
+    for (int t = 0; t < T; ++t)
+      load_scales<stored>(p, j + t * kLanes, columns - t * kLanes < kLanes ? columns - t * kLanes : kLanes, k0, end, scales[t]);
+    bool moved = stored == Stored::mxfp4 && may_move;
+    for (int t = 0; t < T && moved; ++t) moved = scales_reach(scales[t], (end - k0 + kUnit<stored> - 1) / kUnit<stored>);
+    if (stored == Stored::mxfp4 && moved)
+      block<stored, R, T, stored == Stored::mxfp4>(p, x, k0, end, j, columns, scales, s);
+    else
+      block<stored, R, T, false>(p, x, k0, end, j, columns, scales, s);
+    for (int t = 0; t < T; ++t)
+      for (int r = 0; r < R; ++r) {
+        float* y = p.y + (i + r) * p.ldy + j + t * kLanes;
         const int64_t n = columns - t * kLanes;
-        store_n(y, p.accumulate || k0 ? load_n(y, n) + acc[t][r] : acc[t][r], n);
+        store_n(y, p.accumulate || k0 ? load_n(y, n) + s[t][r] : s[t][r], n);
       }
   }
 }
 
-template <Stored stored>
-static void weight_product_as(const WeightArgs& a) {
-  WeightArgs p = a;
-  for (int64_t i = 0; i < a.rows; i += kMaxRows) {
-    p.rows = a.rows - i < kMaxRows ? a.rows - i : kMaxRows, p.x = a.x + i * a.x_row, p.y = a.y + i * a.ldy;
-    for (int64_t j = a.first; j < a.last; j += kTiles * kLanes) tiles<stored>(p, j, a.last - j < kTiles * kLanes ? a.last - j : kTiles * kLanes);
+template <Stored stored, int R>
+static void rows(const WeightArgs& p, bool may_move, int64_t& i) {
+#if defined(__AVX512F__)
+  constexpr int most = stored == Stored::f32 ? 1 : stored == Stored::bf16 ? 2 : 4, T = R == 1 ? most : R == 2 && most > 1 ? 2 : 1;
+#else
+  constexpr int T = 1;
+#endif
+  for (; i + R <= p.rows; i += R) {
+    int64_t j = p.first;
+    for (; j + T * kLanes <= p.last; j += T * kLanes) tiles<stored, R, T>(p, may_move, i, j, T * kLanes);
+    for (; j < p.last; j += kLanes) tiles<stored, R, 1>(p, may_move, i, j, p.last - j < kLanes ? p.last - j : kLanes);
   }
+}
+template <Stored stored>
+static void weight_product_as(const WeightArgs& p) {
+  const bool may_move = stored == Stored::mxfp4 && x_reaches(p);
+  int64_t i = 0;
+  if constexpr (kChains >= 16 && stored != Stored::mxfp4) rows<stored, 16>(p, may_move, i);
+  if constexpr (kChains >= 8) rows<stored, 8>(p, may_move, i);
+  if constexpr (kChains >= 4) rows<stored, 4>(p, may_move, i);
+  rows<stored, 2>(p, may_move, i);
+  rows<stored, 1>(p, may_move, i);
 }
 
 static void weight_product(const WeightArgs& a) {
@@ -268,13 +384,23 @@ static void rows_by_16(const Product& p, int64_t i0, int64_t j0, int64_t cols) {
 }
 
 static void ordered_product(const Product& p) {
-  if (p.b_transposed)
-    return weight_product({Stored::f32, p.m, p.k, 0, p.n, p.a, p.a_transposed ? 1 : p.lda, p.a_transposed ? p.lda : 1, p.b, p.ldb * 4, nullptr, p.c,
-                           p.ldc, p.accumulate});
+  if (p.b_transposed && !p.a_transposed)
+    return weight_product({Stored::f32, p.m, p.k, 0, p.n, p.a, p.lda, p.b, p.ldb * 4, nullptr, p.c, p.ldc, p.accumulate});
+  if (p.b_transposed) {  // no layer needs it: a row of A gathered for each block
+    for (int64_t i = 0; i < p.m; ++i)
+      for (int64_t k0 = 0; k0 < p.k || k0 == 0; k0 += kProductBlock) {
+        const int64_t n = p.k - k0 < kProductBlock ? p.k - k0 : kProductBlock;
+        float row[kProductBlock];
+        for (int64_t k = 0; k < n; ++k) row[k] = p.a[(k0 + k) * p.lda + i];
+        weight_product({Stored::f32, 1, n, 0, p.n, row, n, p.b + k0, p.ldb * 4, nullptr, p.c + i * p.ldc, p.ldc, p.accumulate || k0});
+      }
+    return;
+  }
+  constexpr int most = kChains < 8 ? kChains : 8;
   for (int64_t j = 0; j < p.n; j += kLanes) {
     const int64_t cols = p.n - j < kLanes ? p.n - j : kLanes;
     int64_t i = 0;
-    for (; i + kChains <= p.m; i += kChains) rows_by_16<kChains>(p, i, j, cols);
+    for (; i + most <= p.m; i += most) rows_by_16<most>(p, i, j, cols);
     for (; i < p.m; ++i) rows_by_16<1>(p, i, j, cols);
   }
 }

@@ -8,8 +8,8 @@ namespace k3::cpu {
 struct WeightArgs {
   Stored stored;
   int64_t rows, in, first, last;
-  const float* x;  // x[i][k] = x[i * x_row + k * x_step]
-  int64_t x_row, x_step;
+  const float* x;  // (rows, in), rows x_row apart
+  int64_t x_row;
   const void* w;      // as product.h has it
   int64_t w_stride;   // bytes from row to row
   const void* scale;  // mxfp4 and q8

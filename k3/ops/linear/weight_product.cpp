@@ -76,7 +76,7 @@ void weight_products(const std::vector<WeightProduct>& list, const Tensor& widen
     if (p.rows < kFewRows) {
       const int64_t step = std::max<int64_t>(1, kPieceBytes / std::max<int64_t>(1, row_bytes(w) * kColumns)) * kColumns;
       for (int64_t at = 0; at < w.out; at += step)
-        few.push_back({w.stored, p.rows, w.in, at, std::min(at + step, w.out), p.x, w.in, 1, w.data, row_bytes(w), w.scale, p.y, w.out, false});
+        few.push_back({w.stored, p.rows, w.in, at, std::min(at + step, w.out), p.x, w.in, w.data, row_bytes(w), w.scale, p.y, w.out, false});
     } else if (w.stored == Stored::f32) {
       wide.push_back(x_wt(p.x, static_cast<const float*>(w.data), p.y, p.rows, w.out, w.in));
     } else {
