@@ -1,10 +1,13 @@
 // Models with right answers from other implementations (tests/golden): logits, every recorded layer output, greedy text, gradients.
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <filesystem>
 #include <map>
 
 #include "k3/core/error.h"
+#include "k3/core/file.h"
+#include "k3/infer/expert_cache.h"
 #include "k3/infer/parity.h"
 #include "k3/ops/loss/loss.h"
 #include "k3/ops/testing.h"
@@ -28,6 +31,26 @@ TEST_P(golden, forward_and_greedy_text_match) {
   load(model, snapshot, {});
   // float32 against float32 or float64: the reference's own two precisions differ by 3e-6 to 5e-6
   expect_good(compare_forward(model, Snapshot(folder() + "/golden.safetensors"), {.rtol = 1e-5}));
+}
+
+// With room for no more experts than one token chooses, they are read from the disk again and again; not a bit changes.
+TEST_P(golden, experts_read_from_disk_give_the_same_bits) {
+  Config config = Config::load(folder());
+  config.finish();
+  Snapshot snapshot(folder()), recording(folder() + "/golden.safetensors");
+  Model whole(config), part(config);
+  load(whole, snapshot, {});
+  ExpertCache cache(part, snapshot, find_parameters(part, snapshot));
+  cache.allocate({.slots = config.num_experts_per_token});
+  load(part, snapshot, {});
+  const std::string file = ::testing::TempDir() + "k3_streamed" + std::to_string(getpid());
+  const Tensor ids = recording.view(*recording.find("input_ids"));
+  record(whole, ids, file + ".whole");
+  record(part, ids, file + ".part");
+  EXPECT_EQ(read_file(file + ".whole"), read_file(file + ".part"));
+  std::filesystem::remove(file + ".whole"), std::filesystem::remove(file + ".part");
+  expect_good(compare_forward(part, recording, {.rtol = 1e-5}));            // with the greedy text
+  EXPECT_GT(cache.counts().wanted - cache.counts().hits, cache.experts());  // more often than once each
 }
 
 TEST_P(golden, gradients_match) {

@@ -8,6 +8,7 @@
 
 #include "k3/cli/commands.h"
 #include "k3/cli/load_flags.h"
+#include "k3/cli/open.h"
 #include "k3/core/error.h"
 #include "k3/core/nearest.h"
 #include "k3/infer/chat_session.h"
@@ -38,7 +39,8 @@ constexpr char kHelp[] =
     "//TEXT           a message that begins with /\n";
 
 struct ChatFlags {
-  std::string model, thinking = "on";
+  std::string model, thinking = "on", memory = "auto";
+  int64_t context = 8192;
   ChatSettings settings{.generate = {.sample = {.temperature = 1.0f, .top_p = 0.95f}, .max_tokens = 4096}};
   bool fast = false, has_system = false;
   LoadOptions load;
@@ -67,14 +69,15 @@ class Screen {
   bool terminal_, thought_ = false;
 };
 
-void print_speed(const ChatTurn& t) {
+void print_speed(const ChatTurn& t, const std::string& experts) {
   auto rate = [](double n, double seconds) { return seconds > 0 ? n / seconds : 0.0; };
   const Generated& g = t.generated;
-  fmt::print(stderr, "[read {} of {} tokens, {:.1f} tokens/s; wrote {}, {:.1f} tokens/s{}]\n", g.prompt_tokens, t.context,
+  fmt::print(stderr, "[read {} of {} tokens, {:.1f} tokens/s; wrote {}, {:.1f} tokens/s{}{}]\n", g.prompt_tokens, t.context,
              rate(double(g.prompt_tokens), g.prefill_seconds), g.ids.size(), rate(double(g.ids.size()), g.decode_seconds),
              t.interrupted          ? "; stopped by you"
              : g.finish == "length" ? "; stopped by --max-tokens"
-                                    : "");
+                                    : "",
+             experts);
 }
 
 void run(ChatFlags f) {
@@ -90,10 +93,10 @@ void run(ChatFlags f) {
   f.settings.chat.thinking = f.thinking == "on" && format == ChatFormat::xtml;
   f.settings.session.deterministic = !f.fast;
 
-  Model model(config);
-  Snapshot snapshot(folder);
-  load(model, snapshot, f.load);
-  ChatSession chat(model, tokenizer, f.settings);
+  OpenedModel opened(folder, config,
+                     {.budget = f.memory, .marks = 1, .context = f.context, .at_once = f.settings.session.prefill_chunk, .deterministic = !f.fast},
+                     f.load);
+  ChatSession chat(opened.model(), tokenizer, f.settings);
 
   struct sigaction action {};
   action.sa_handler = on_interrupt;
@@ -117,7 +120,7 @@ void run(ChatFlags f) {
     const ChatTurn t = ask();
     answering = false;
     screen.end();
-    print_speed(t);
+    print_speed(t, opened.report(t.generated.prefill_seconds + t.generated.decode_seconds));
   };
   auto next = [&](std::string& line) {
     if (asks) fmt::print(stderr, "> ");
@@ -149,6 +152,7 @@ void run(ChatFlags f) {
     }
   }
   if (asks) fmt::print(stderr, "\n");
+  opened.print_peak();
 }
 
 }  // namespace
@@ -176,6 +180,8 @@ void add_chat(CLI::App& app) {
       ->capture_default_str();
   add_dense(*c, f->load);
   c->add_flag("--fast", f->fast, "absorbed attention in decode: a smaller cache, results equal to rounding in place of to the bit");
+  c->add_option("--context", f->context, "tokens of conversation that memory is planned for")->check(CLI::PositiveNumber)->capture_default_str();
+  add_memory_flag(c, f->memory);
   c->callback([f, system] {
     f->has_system = system->count() > 0;
     run(*f);

@@ -7,6 +7,7 @@
 
 #include "k3/cli/commands.h"
 #include "k3/cli/load_flags.h"
+#include "k3/cli/open.h"
 #include "k3/core/error.h"
 #include "k3/train/eval.h"
 #include "k3/train/run.h"
@@ -18,7 +19,7 @@ namespace {
 namespace fs = std::filesystem;
 
 struct EvalFlags {
-  std::string model, separator;
+  std::string model, separator, memory = "auto";
   std::vector<std::string> data;
   bool held_out = false, has_separator = false;
   int64_t sequence_length = 0, tokens_at_once = 4096;
@@ -41,9 +42,6 @@ void run(const EvalFlags& f) {
   const std::optional<Training> training = Training::read(folder);
   Config config = Config::load(folder);
   config.finish();
-  Model model(config);
-  Snapshot snapshot(folder);
-  load(model, snapshot, f.load);
   const Tokenizer tokenizer = Tokenizer::load(folder);
   const std::string separator = f.has_separator || !training ? f.separator : training->options.document_separator;
   const std::string own = (fs::path(folder) / ".." / "tokens.bin").lexically_normal().string();
@@ -65,7 +63,13 @@ void run(const EvalFlags& f) {
                                          : training        ? training->options.sequence_length
                                                            : 2048,
                       .tokens_at_once = f.tokens_at_once};
-  Evaluation e = evaluate(model, file, documents, tokenizer, options, [&](int64_t done, int64_t of) {
+  OpenedModel opened(folder, config,
+                     {.budget = f.memory,
+                      .context = std::max(options.tokens_at_once, options.sequence_length),
+                      .at_once = std::max(options.tokens_at_once, options.sequence_length),
+                      .loss = true},
+                     f.load);
+  Evaluation e = evaluate(opened.model(), file, documents, tokenizer, options, [&](int64_t done, int64_t of) {
     auto now = std::chrono::steady_clock::now();
     if (now - last < std::chrono::seconds(terminal ? 1 : 10)) return;
     last = now;
@@ -76,6 +80,7 @@ void run(const EvalFlags& f) {
   if (terminal) fmt::print(stderr, "\r\033[K");
   fmt::print("{} | loss {:.6f} nats a token | {:.6f} bits per byte | {} tokens for {} bytes in {} documents, pieces of at most {} tokens\n", folder,
              e.loss, e.bits_per_byte, e.tokens, e.bytes, documents.size(), options.sequence_length);
+  opened.print_peak();
 }
 
 }  // namespace
@@ -91,6 +96,7 @@ void add_eval(CLI::App& app) {
   c->add_option("--sequence-length", f->sequence_length, "longest piece in tokens (default: as in training, or 2048)")->check(CLI::PositiveNumber);
   c->add_option("--tokens-at-once", f->tokens_at_once, "bounds memory; results are the same")->check(CLI::PositiveNumber)->capture_default_str();
   add_dense(*c, f->load);
+  add_memory_flag(c, f->memory);
   c->callback([f, separator] {
     f->has_separator = separator->count() > 0;
     run(*f);

@@ -7,6 +7,7 @@
 
 #include "k3/cli/commands.h"
 #include "k3/cli/load_flags.h"
+#include "k3/cli/open.h"
 #include "k3/core/error.h"
 #include "k3/core/file.h"
 #include "k3/infer/generate.h"
@@ -17,7 +18,7 @@ namespace k3 {
 namespace {
 
 struct GenerateFlags {
-  std::string model, prompt, prompt_file;
+  std::string model, prompt, prompt_file, memory = "auto";
   bool has_prompt = false, fast = false, ignore_eos = false;
   int samples = 1;
   int64_t chunk = 256;
@@ -29,10 +30,7 @@ void run(GenerateFlags f) {
   std::string folder = resolve_snapshot(f.model);
   Config config = Config::load(folder);
   config.finish();
-  Model model(config);
-  Snapshot snapshot(folder);
-  load(model, snapshot, f.load);
-  Tokenizer tokenizer = Tokenizer::load(folder);
+  const Tokenizer tokenizer = Tokenizer::load(folder);  // before the weights: its faults are found at once
   K3_CHECK(tokenizer.vocabulary() <= config.vocab_size, "[generate] the tokenizer has {} ids but the model only {}", tokenizer.vocabulary(),
            config.vocab_size);
   std::string prompt = f.prompt;
@@ -41,9 +39,13 @@ void run(GenerateFlags f) {
   if (ids.empty()) ids = {tokenizer.bos()};  // an empty prompt: whatever follows a beginning
   if (!f.ignore_eos)
     for (const StopId& s : stop_ids(folder, tokenizer)) f.options.stop_ids.push_back(s.id);
+  OpenedModel opened(folder, config,
+                     {.budget = f.memory, .context = int64_t(ids.size()) + f.options.max_tokens, .at_once = f.chunk, .deterministic = !f.fast},
+                     f.load);
   bool terminal = isatty(STDERR_FILENO);
+  auto rate = [](double n, double seconds) { return seconds > 0 ? n / seconds : 0.0; };
   for (int n = 0; n < f.samples; ++n) {
-    Session session(model, {.prefill_chunk = f.chunk, .deterministic = !f.fast});
+    Session session(opened.model(), {.prefill_chunk = f.chunk, .deterministic = !f.fast});
     if (f.samples > 1) fmt::print("{}--- {}\n", n ? "\n" : "", n + 1);
     fmt::print("{}", prompt);
     std::fflush(stdout);
@@ -62,11 +64,12 @@ void run(GenerateFlags f) {
           fmt::print(stderr, "{}reading the prompt: {} of {} tokens{}", terminal ? "\r" : "", done, ids.size(), terminal ? "" : "\n");
         });
     fmt::print("\n");
-    fmt::print(stderr, "[{} prompt tokens in {:.2f} s, {} tokens at {:.1f} tokens/s, {}]\n", g.prompt_tokens, g.prefill_seconds, g.ids.size(),
-               g.decode_seconds > 0 ? double(g.ids.size()) / g.decode_seconds : 0.0,
-               g.finish == "stop" ? "stopped by itself" : "stopped by --max-tokens");
+    fmt::print(stderr, "[{} prompt tokens in {:.2f} s ({:.1f} tokens/s), {} tokens at {:.2f} tokens/s, {}{}]\n", g.prompt_tokens, g.prefill_seconds,
+               rate(double(g.prompt_tokens), g.prefill_seconds), g.ids.size(), rate(double(g.ids.size()), g.decode_seconds),
+               g.finish == "stop" ? "stopped by itself" : "stopped by --max-tokens", opened.report(g.prefill_seconds + g.decode_seconds));
     ++f.options.sample.seed;
   }
+  opened.print_peak();
 }
 
 }  // namespace
@@ -97,6 +100,7 @@ void add_generate(CLI::App& app) {
   c->add_option("--prefill-chunk", f->chunk, "prompt tokens read at once; bounds memory")->check(CLI::PositiveNumber)->capture_default_str();
   add_dense(*c, f->load);
   c->add_flag("--fast", f->fast, "absorbed attention in decode: a smaller cache, results equal to rounding in place of to the bit");
+  add_memory_flag(c, f->memory);
   c->callback([f] { run(*f); });
 }
 

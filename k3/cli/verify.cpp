@@ -5,6 +5,7 @@
 
 #include "k3/cli/commands.h"
 #include "k3/cli/load_flags.h"
+#include "k3/cli/open.h"
 #include "k3/core/error.h"
 #include "k3/infer/parity.h"
 
@@ -13,7 +14,7 @@ namespace k3 {
 namespace {
 
 struct VerifyFlags {
-  std::string model, golden, gradients_file, record;
+  std::string model, golden, gradients_file, record, memory = "auto";
   bool gradients = false;
   ParityOptions options;
   LoadOptions load;
@@ -34,15 +35,23 @@ void run(const VerifyFlags& f) {
   std::string folder = resolve_snapshot(f.model);
   Config config = Config::load(folder);
   config.finish();
-  Model model(config);
-  Snapshot snapshot(folder);
-  load(model, snapshot, f.load);
   std::string golden = f.golden.empty() ? f.model + "/golden.safetensors" : f.golden;
   K3_CHECK(fs::exists(golden), "[verify] {} is not there; name the recording with --golden FILE", golden);
   Snapshot recording(golden);
+  const StoredTensor* ids = recording.find("input_ids");
+  K3_CHECK(ids && ids->shape.rank == 2, "[verify] {} has no input_ids of rows and tokens", golden);
+  MemoryRequest memory{.budget = f.memory, .sequences = ids->shape[0], .context = ids->shape[1], .at_once = ids->shape.size()};
+  K3_CHECK(!f.gradients || f.memory == "auto", "[verify] gradients need every weight in float32; leave out --memory");
+  std::unique_ptr<OpenedModel> opened;
+  std::unique_ptr<Model> trained;
+  if (f.gradients) {
+    trained = std::make_unique<Model>(config);
+    load(*trained, Snapshot(folder), f.load);
+  } else {
+    opened = std::make_unique<OpenedModel>(folder, config, memory, f.load);
+  }
+  Model& model = opened ? opened->model() : *trained;
   if (!f.record.empty()) {
-    const StoredTensor* ids = recording.find("input_ids");
-    K3_CHECK(ids, "[verify] {} has no input_ids", golden);
     record(model, recording.view(*ids), f.record);
     fmt::print("recorded {}\n", f.record);
     return;
@@ -64,6 +73,7 @@ void run(const VerifyFlags& f) {
     auto worst = std::max_element(g.rows.begin(), g.rows.end(), [](auto& a, auto& b) { return a.relative < b.relative; });
     if (worst != g.rows.end()) fmt::print("largest relative error of a gradient: {:.2e} ({})\n", worst->relative, worst->name);
   }
+  if (opened) opened->print_peak();
   fmt::print("{} of {} tensors within their limits\n", rows - size_t(bad), rows);
   K3_CHECK(bad == 0, "[verify] {} of {} tensors are beyond their limits (--rtol {:g}{})", bad, rows, f.options.rtol,
            f.gradients ? fmt::format(", --gradient-rtol {:g}", f.options.gradient_rtol) : "");
@@ -83,6 +93,7 @@ void add_verify(CLI::App& app) {
   c->add_option("--gradient-rtol", f->options.gradient_rtol, "the same for gradients")->capture_default_str();
   c->add_flag("--force-routing", f->options.force_routing, "use the recorded expert choices");
   c->add_option("--record", f->record, "write what this program computes for the recorded input_ids, and stop");
+  add_memory_flag(c, f->memory);
   add_dense(*c, f->load);
   c->callback([f] {
     f->load.for_training = f->gradients;

@@ -9,6 +9,7 @@
 
 #include "k3/core/error.h"
 #include "k3/core/threads.h"
+#include "k3/model/loading.h"
 #include "k3/ops/linear/quantize.h"
 #include "k3/ops/linear/weight_product.h"
 
@@ -89,7 +90,8 @@ bool is_dense(const Param& p) {
 }
 
 // p.value and p.scale from a stored matrix, some rows at a time.
-void narrow(Param& p, ParamSet& set, const Tensor& stored, Dense dense, const std::string& name) {
+void narrow(Param& p, ParamSet& set, const Snapshot& snapshot, const StoredTensor& t, Dense dense) {
+  const Tensor stored = snapshot.view(t);
   const int64_t out = p.shape[0], in = p.shape[1], step = std::max<int64_t>(1, (int64_t(8) << 20) / (4 * in));
   std::vector<float> wide(size_t(std::min(step, out) * in));
   if (dense == Dense::bf16)
@@ -100,14 +102,15 @@ void narrow(Param& p, ParamSet& set, const Tensor& stored, Dense dense, const st
     p.value = set.own(DType::u8, {out, in / 2}), p.scale = set.own(DType::u8, {out, in / kGroupMxfp4});
   for (int64_t a = 0; a < out; a += step) {
     const int64_t b = std::min(a + step, out);
-    to_float32(stored.reshape(p.shape).row_range(a, b), wide.data(), name);
+    to_float32(stored.reshape(p.shape).row_range(a, b), wide.data(), t.name);
     if (dense == Dense::bf16)
       parallel_blocks((b - a) * in, 1 << 16, [&](int64_t i, int64_t j) {
         for (; i < j; ++i) p.value.as<bf16>()[a * in + i] = to_bf16(wide[size_t(i)]);
       });
     else
       quantize(dense == Dense::q8 ? Stored::q8 : Stored::mxfp4, wide.data(), b - a, in, p.value.row_range(a, b).data(),
-               p.scale.row_range(a, b).data(), name);
+               p.scale.row_range(a, b).data(), t.name);
+    give_back(stored.reshape(p.shape).row_range(0, b));
   }
 }
 bool narrows(const Param& p, DType stored, Dense dense) {
@@ -204,14 +207,35 @@ std::vector<StoredParam> find_parameters(const Model& model, const Snapshot& sna
   return all;
 }
 
+LoadedForm loaded_form(const Param& p, const StoredParam& at, const LoadOptions& o) {
+  auto shape_only = [](DType dtype, const Shape& shape) { return Tensor(nullptr, dtype, shape, Device::null); };
+  if (at.scale && !o.for_training && is_product_weight(p))
+    return {shape_only(DType::u8, at.value->shape), shape_only(DType::u8, at.scale->shape), true};
+  if (at.scale || o.for_training || p.role.kind == Role::Kind::vector || p.role.kind == Role::Kind::fixed)
+    return {shape_only(DType::f32, p.shape), {}};
+  const int64_t out = p.shape[0], in = p.shape[1];
+  if (narrows(p, at.value->dtype, o.dense)) {
+    if (o.dense == Dense::bf16) return {shape_only(DType::bf16, p.shape), {}};
+    if (o.dense == Dense::q8) return {shape_only(DType::u8, p.shape), shape_only(DType::f32, {out, (in + kGroupQ8 - 1) / kGroupQ8})};
+    return {shape_only(DType::u8, {out, in / 2}), shape_only(DType::u8, {out, in / kGroupMxfp4})};
+  }
+  const bool as_stored = at.value->dtype == DType::f32 || at.value->dtype == DType::bf16;
+  return {shape_only(as_stored ? at.value->dtype : DType::f32, p.shape), {}, as_stored};
+}
+
 void load(Model& model, const Snapshot& snapshot, const LoadOptions& options) {
   K3_CHECK(!options.for_training || options.dense == Dense::as_stored, "[checkpoint] training takes weights as they are stored, not made narrow");
   ParamSet& set = model.params();
   const std::vector<StoredParam> found = find_parameters(model, snapshot);
+  std::unordered_set<const Param*> sourced;  // experts that a source brings when they are wanted
+  for (int64_t l = 0; l < model.layers(); ++l)
+    if (const ExpertWeights* w = expert_weights(model.ffn(l)); w && w->source)
+      for (const auto* list : {&w->gate, &w->up, &w->down}) sourced.insert(list->begin(), list->end());
   if (options.for_training) set.allocate(Device::cpu);
   size_t next = 0;
   for (Param& p : set.all()) {
     const auto& [t, scale] = found[next++];
+    if (sourced.count(&p)) continue;
     auto float_memory = [&] {
       if (!options.for_training) p.value = set.own(DType::f32, p.shape);
       return p.value.f32();
@@ -241,7 +265,7 @@ void load(Model& model, const Snapshot& snapshot, const LoadOptions& options) {
                (t->dtype == DType::f32 || t->dtype == DType::bf16);
     bool aligned = reinterpret_cast<uintptr_t>(stored.data()) % 4 == 0;
     if (narrows(p, t->dtype, options.dense))
-      narrow(p, set, stored, options.dense, t->name);
+      narrow(p, set, snapshot, *t, options.dense);
     else if (map && aligned)
       p.value = stored.reshape(p.shape);
     else

@@ -7,6 +7,7 @@
 #include <nlohmann/json.hpp>
 #include <set>
 
+#include "k3/model/loading.h"
 #include "k3/model/testing.h"
 #include "k3/ops/linear/quantize.h"
 #include "k3/ops/linear/weight_product.h"
@@ -255,6 +256,15 @@ TEST(checkpoint, dense_matrices_are_made_narrow_and_nothing_else) {
   for (Dense dense : {Dense::bf16, Dense::q8, Dense::mxfp4}) {
     Model m(c);
     load(m, s, {.dense = dense});
+    const std::vector<StoredParam> found = find_parameters(m, s);
+    size_t next = 0;
+    for (const Param& p : m.params().all()) {
+      const StoredParam& at = found[next++];
+      const LoadedForm form = loaded_form(p, at, {.dense = dense});
+      EXPECT_TRUE(form.value.dtype() == p.value.dtype() && form.value.shape() == p.value.shape()) << p.name;
+      EXPECT_TRUE(form.scale.dtype() == p.scale.dtype() && form.scale.shape() == p.scale.shape()) << p.name;
+      EXPECT_EQ(form.mapped, p.value.data() == s.view(*at.value).data()) << p.name;
+    }
     std::vector<float> got = hidden(m);
     for (Param& p : m.params().all()) {
       std::string base = p.name.substr(0, p.name.rfind('.'));

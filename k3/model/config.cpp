@@ -133,21 +133,7 @@ void read_quantization(Config& c, const json& j) {
     }
 }
 
-}  // namespace
-
-std::vector<std::string> Config::keys() {
-  std::vector<std::string> names;
-  Config c;
-  each_key(c, [&](const char* name, auto&) { names.push_back(name); });
-  return names;
-}
-
-bool Config::is_key(const std::string& key) {
-  auto all = keys();
-  return std::find(all.begin(), all.end(), canonical(key)) != all.end();
-}
-
-Config Config::parse(const json& top) {
+Config parsed(const json& top) {
   K3_CHECK(top.is_object(), "[config] the file holds no JSON object");
   Config c;
   c.model_type = top.value("model_type", "kimi_k3");
@@ -187,6 +173,26 @@ Config Config::parse(const json& top) {
     read_object(top);
   }
   return c;
+}
+
+}  // namespace
+
+std::vector<std::string> Config::keys() {
+  std::vector<std::string> names;
+  Config c;
+  each_key(c, [&](const char* name, auto&) { names.push_back(name); });
+  return names;
+}
+
+bool Config::is_key(const std::string& key) {
+  auto all = keys();
+  return std::find(all.begin(), all.end(), canonical(key)) != all.end();
+}
+
+Config Config::parse(const json& top) {
+  try {
+    return parsed(top);
+  } catch (const json::exception& e) { fail("[config] a value of the wrong kind: {}", e.what()); }
 }
 
 Config Config::load(const std::string& path) {

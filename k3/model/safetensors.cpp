@@ -64,8 +64,11 @@ class HeaderReader : public nlohmann::json_sax<json> {
     if (in_metadata_) return true;
     if (field_ == "shape") {
       current_.shape.rank = 0;
+      double elements = 1;
       for (uint64_t d : list_) {
         if (d == 1 && list_.size() > Shape::kMaxRank) continue;
+        elements *= double(d);
+        K3_CHECK(elements < 1e18, "[safetensors] {}: tensor {} has a size that cannot be", file_, name_);
         K3_CHECK(current_.shape.rank < Shape::kMaxRank, "[safetensors] {}: tensor {} has more than {} axes", file_, name_, int(Shape::kMaxRank));
         current_.shape.dims[current_.shape.rank++] = int64_t(d);
       }

@@ -26,7 +26,12 @@ Evaluation evaluate(Model& model, const TokenFile& file, const std::vector<int64
   }
   const int64_t at_once = std::max(options.tokens_at_once, options.sequence_length);
   Model shape(model.config());  // on the null device: says how much memory a batch takes
-  shape.params().allocate(Device::null);
+  auto real = model.params().all().begin();
+  for (Param& p : shape.params().all()) {  // types count: what is narrow is widened in scratch
+    p.value = Tensor(nullptr, real->value.dtype(), real->value.shape(), Device::null);
+    if (!real->scale.empty()) p.scale = Tensor(nullptr, real->scale.dtype(), real->scale.shape(), Device::null);
+    ++real;
+  }
   std::unique_ptr<Arena> arena;
   auto run = [](Model& m, Context& c, const TokenBatch& b) {
     Tensor ids = c.arena->lend(DType::i32, {b.batch.tokens()}), targets = c.arena->lend(DType::i32, {b.batch.tokens()});

@@ -1,5 +1,6 @@
 // Mixture of experts, at full width (Kimi-Linear) or in a latent space with a norm (Stable LatentMoE, K3 report eq. 11; model.md 5.4).
 #include "k3/model/choices.h"
+#include "k3/model/loading.h"
 #include "k3/ops/activation/activation.h"
 #include "k3/ops/linear/linear.h"
 #include "k3/ops/moe/moe.h"
@@ -52,6 +53,7 @@ class LatentMoe : public Ffn {
     return add(y, u);
   }
   RouterWatch* router() override { return &watch_; }
+  ExpertWeights& weights() { return weights_; }
   void force_routes(const Tensor* routes) override { forced_ = routes; }
 
  private:
@@ -79,6 +81,11 @@ class LatentMoe : public Ffn {
 };
 
 }  // namespace
+
+ExpertWeights* expert_weights(Ffn& ffn) {
+  auto* moe = dynamic_cast<LatentMoe*>(&ffn);
+  return moe ? &moe->weights() : nullptr;
+}
 
 std::unique_ptr<Ffn> make_latent_moe(const Config& c, const Scope& s, int64_t layer) { return std::make_unique<LatentMoe>(c, s, layer); }
 

@@ -157,21 +157,41 @@ Var experts(Var z, const Routing& routing, const ExpertWeights& w, const Activat
     if (on_cpu) {
       cpu::DispatchArgs move{d.pair_of_row.i32(), d.row_of_pair.i32(), n, k, d.pairs, l, z.f32(), nullptr, rows.f32()};
       cpu::moe().gather(move);
+      std::vector<int32_t> used;
+      for (int64_t j = 0; j < e; ++j)
+        if (d.rows(j)) used.push_back(int32_t(j));
       std::vector<WeightProduct> list;
-      for (int64_t j = 0; j < e; ++j) {
-        if (d.rows(j) == 0) continue;
-        for (Param* p : {w.gate[j], w.up[j], w.down[j]}) check_scales(*p);
-        list.push_back({d.rows(j), rows.f32() + d.begin(j) * l, weight_of(*w.gate[j]), a.f32() + d.begin(j) * m});
-        list.push_back({d.rows(j), rows.f32() + d.begin(j) * l, weight_of(*w.up[j]), b.f32() + d.begin(j) * m});
+      auto run = [&](std::span<const int32_t> some) {
+        struct Rows {
+          int64_t first, last;
+        };
+        std::vector<Rows> pieces;  // of 16 rows at most
+        list.clear();
+        for (int32_t j : some) {
+          for (Param* p : {w.gate[size_t(j)], w.up[size_t(j)], w.down[size_t(j)]}) check_scales(*p);
+          list.push_back({d.rows(j), rows.f32() + d.begin(j) * l, weight_of(*w.gate[size_t(j)]), a.f32() + d.begin(j) * m});
+          list.push_back({d.rows(j), rows.f32() + d.begin(j) * l, weight_of(*w.up[size_t(j)]), b.f32() + d.begin(j) * m});
+          for (int64_t at = d.begin(j), end = d.begin(j + 1); at < end;) {
+            if (pieces.empty() || pieces.back().last != at || at - pieces.back().first == 16) pieces.push_back({at, at});
+            at = pieces.back().last = std::min(end, pieces.back().first + 16);
+          }
+        }
+        weight_products(list, wide);
+        parallel_for(int64_t(pieces.size()), [&](int64_t i) {
+          const auto [first, last] = pieces[size_t(i)];
+          cpu::GluArgs g{activation, (last - first) * m, a.f32() + first * m, b.f32() + first * m, h.f32() + first * m, nullptr, nullptr, nullptr};
+          cpu::activation().glu_forward(g);
+        });
+        list.clear();
+        for (int32_t j : some) list.push_back({d.rows(j), h.f32() + d.begin(j) * m, weight_of(*w.down[size_t(j)]), rows.f32() + d.begin(j) * l});
+        weight_products(list, wide);
+      };
+      if (w.source) {
+        w.source->want(used);
+        for (std::span<const int32_t> some; !(some = w.source->take()).empty();) run(some);
+      } else {
+        run(used);
       }
-      weight_products(list, wide);
-      parallel_blocks(d.pairs, 16, [&](int64_t first, int64_t last) {
-        cpu::GluArgs g{activation, (last - first) * m, a.f32() + first * m, b.f32() + first * m, h.f32() + first * m, nullptr, nullptr, nullptr};
-        cpu::activation().glu_forward(g);
-      });
-      list.clear();
-      for (int64_t j = 0; j < e; ++j) list.push_back({d.rows(j), h.f32() + d.begin(j) * m, weight_of(*w.down[j]), rows.f32() + d.begin(j) * l});
-      weight_products(list, wide);
       move.from = rows.f32(), move.weights = routing.weights.f32(), move.to = u.f32();
       cpu::moe().combine(move);
     }

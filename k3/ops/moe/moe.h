@@ -16,6 +16,7 @@
 //   Var u = experts(linear(x, routed_expert_down_proj), r, {w1, w3, w2}, activation);
 //
 // Errors: widths that don't fit, k or groups that don't divide, forced choices outside 0..E-1 or twice the same.
+#include <span>
 #include <vector>
 
 #include "k3/core/batch.h"
@@ -46,9 +47,21 @@ struct Routing {
 // gate (E, d), bias (E). `forced` (N, k) i32 replaces the choice (parity tools); cutoff and margin stay those of the free choice.
 Routing route(Var x, Param& gate, Param& bias, const RouteOptions& options, const Batch& batch, const Tensor* forced = nullptr);
 
-// One matrix an expert: w1 and w3 (m, l), w2 (l, m), stored as float32 or, in inference, bfloat16.
+// Where experts are when not all of them are in memory. experts() says once which ones a step wants, then runs them as they come. Which of them
+// come together changes no bit: each expert's rows are its own, and a token's sum over its experts is made at the end, in slot order.
+class ExpertSource {
+ public:
+  virtual ~ExpertSource() = default;
+  virtual void want(std::span<const int32_t> experts) = 0;  // ascending, each once; forgets what is left of an earlier step
+  // At least one of them, whose parameters have their values until the next call; empty when all have been handed out.
+  virtual std::span<const int32_t> take() = 0;
+};
+
+// One matrix an expert: w1 and w3 (m, l), w2 (l, m), float32 or, in inference, as they are stored. With a source, a parameter has a shape and a
+// type at all times, and values only when the source says so (inference on the CPU).
 struct ExpertWeights {
   std::vector<Param*> gate, up, down;
+  ExpertSource* source = nullptr;
 };
 
 Var experts(Var z, const Routing& routing, const ExpertWeights& weights, const Activation& activation);

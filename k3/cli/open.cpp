@@ -1,0 +1,76 @@
+#include "k3/cli/open.h"
+
+#include <fmt/core.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+
+#include "k3/model/loading.h"
+
+namespace k3 {
+
+void add_memory_flag(CLI::App* command, std::string& budget) {
+  command->add_option("--memory", budget, "the most the program may take (8GiB, 500MB, auto); experts beyond it are read from disk when wanted")
+      ->capture_default_str();
+}
+
+OpenedModel::OpenedModel(const std::string& folder, Config config, MemoryRequest request, const LoadOptions& options)
+    : snapshot_(folder), model_(std::move(config)) {
+  request.load = options;
+  const std::vector<StoredParam> found = find_parameters(model_, snapshot_);
+  if (model_.config().num_experts) cache_ = std::make_unique<ExpertCache>(model_, snapshot_, found);
+  plan_ = plan_memory(model_, found, cache_.get(), request);
+  if (plan_.fits()) {
+    cache_.reset();
+  } else {
+    constexpr uint64_t kProbe = 128 << 20;  // experts are read anyway: the first ones say how fast
+    cache_->allocate({.slots = plan_.slots});
+    const double seconds = cache_->fill(kProbe);
+    plan_.disk_rate = double(cache_->counts().bytes) / seconds,
+    plan_.memory_rate = memory_read_rate(std::clamp<uint64_t>(plan_.resident, 32 << 20, 512 << 20));
+    seen_ = cache_->counts();
+  }
+  const bool terminal = isatty(STDERR_FILENO);
+  if (!plan_.fits() || plan_.total() > (uint64_t(1) << 30) || request.budget != "auto") fmt::print(stderr, "{}", plan_.text());
+  load(model_, snapshot_, options);
+  std::vector<Tensor> mapped;
+  size_t next = 0;
+  for (const Param& p : model_.params().all()) {
+    const StoredParam& at = found[next++];
+    if (p.name == "model.embed_tokens.weight") continue;
+    if (at.value && p.value.has_data() && snapshot_.view(*at.value).data() == p.value.data()) mapped.push_back(p.value);
+    if (at.scale && p.scale.has_data() && snapshot_.view(*at.scale).data() == p.scale.data()) mapped.push_back(p.scale);
+  }
+  const auto start = std::chrono::steady_clock::now();
+  auto last = start;
+  bool shown = false;
+  auto seconds = [](auto since) { return std::chrono::duration<double>(std::chrono::steady_clock::now() - since).count(); };
+  read_in(mapped, [&](uint64_t done, uint64_t total) {
+    if (seconds(last) < (terminal ? 1 : 10) && !(shown && done == total)) return;
+    last = std::chrono::steady_clock::now(), shown = true;
+    const double rate = double(done) / seconds(start);
+    fmt::print(stderr, "{}loading: {:.0f} % of {}, {:.2f} GB/s, {:.0f} s left{}", terminal ? "\r\033[K" : "", 100.0 * double(done) / double(total),
+               size_text(double(total)), rate * 1e-9, double(total - done) / rate, terminal && done < total ? "" : "\n");
+  });
+}
+
+std::string OpenedModel::report(double seconds) {
+  if (!cache_) return "";
+  const ExpertCache::Counts now = cache_->counts(), n = now - seen_;
+  seen_ = now;
+  const double waited = seconds > 0 ? std::min(1.0, n.waited / seconds) : 0;
+  return fmt::format(", disk {} ({:.2f} GB/s{}), {:.1f} % of {} experts in memory{}, bound by {} (waited {:.0f} %)", size_text(double(n.bytes)),
+                     seconds > 0 ? double(n.bytes) / seconds * 1e-9 : 0.0, cache_->direct() ? "" : ", page cache included",
+                     n.wanted ? 100.0 * double(n.hits) / double(n.wanted) : 0.0, n.wanted,
+                     n.ahead ? fmt::format(", {} of {} read ahead were used", n.ahead_used, n.ahead) : "",
+                     waited > 0.5 ? "the disk" : "memory and cores", 100 * waited);
+}
+
+void OpenedModel::print_peak() const {
+  if (!cache_) return;
+  fmt::print(stderr, "[memory: {} at its highest, {} planned, {} allowed; a token repeats {:.0f} % of the experts of the one before]\n",
+             size_text(double(peak_resident_memory())), size_text(double(plan_.total())), size_text(double(plan_.budget)), 100 * cache_->repeats());
+}
+
+}  // namespace k3

@@ -1,0 +1,34 @@
+#pragma once
+// A model opened for inference, as all commands do it: what must be in memory is there, and experts beyond the budget are read when wanted.
+#include <CLI/CLI.hpp>
+#include <memory>
+#include <string>
+
+#include "k3/infer/memory.h"
+#include "k3/model/checkpoint.h"
+
+namespace k3 {
+
+void add_memory_flag(CLI::App* command, std::string& budget);  // --memory SIZE|auto
+
+class OpenedModel {
+ public:
+  // Checks every header, prints the plan, then reads the resident weights, with progress; all to standard error.
+  OpenedModel(const std::string& folder, Config config, MemoryRequest request, const LoadOptions& options = {});
+  Model& model() { return model_; }
+  const Snapshot& snapshot() const { return snapshot_; }
+  const MemoryPlan& plan() const { return plan_; }
+
+  // What happened since the last call, if experts were read: " | disk 12.3 GB, 41.0 % hits, waited 80 % for the disk". `seconds`: of what.
+  std::string report(double seconds);
+  void print_peak() const;  // memory at its highest, beside the plan; nothing when everything was in memory
+
+ private:
+  Snapshot snapshot_;
+  Model model_;
+  std::unique_ptr<ExpertCache> cache_;
+  MemoryPlan plan_;
+  ExpertCache::Counts seen_;
+};
+
+}  // namespace k3

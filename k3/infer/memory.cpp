@@ -1,0 +1,249 @@
+#include "k3/infer/memory.h"
+
+#include <algorithm>
+#include <cctype>
+#include <chrono>
+#include <cmath>
+#include <filesystem>
+#include <fstream>
+#include <limits>
+#include <sstream>
+
+#include "k3/core/error.h"
+#include "k3/core/file.h"
+#include "k3/core/threads.h"
+#include "k3/model/loading.h"
+#include "k3/ops/loss/loss.h"
+
+namespace k3 {
+
+namespace fs = std::filesystem;
+
+namespace {
+
+constexpr uint64_t kUnlimited = std::numeric_limits<uint64_t>::max();
+constexpr double kHeadroom = 0.1;          // of what is available, left to others under "auto"
+constexpr uint64_t kMappedRow = 64 << 10;  // pages that come along when a row of a mapped table is read
+
+// Files below /proc and /sys have no size, so they can't be mapped. Empty when the file isn't there.
+std::string text_of(const std::string& path) {
+  std::ifstream f(path);
+  std::ostringstream text;
+  text << f.rdbuf();
+  return text.str();
+}
+
+// The number after `key` at the beginning of a line; `missing` if there is none.
+uint64_t field(const std::string& text, const std::string& key, uint64_t missing) {
+  std::istringstream lines(text);
+  for (std::string line; std::getline(lines, line);)
+    if (line.starts_with(key)) {
+      const size_t at = line.find_first_of("0123456789", key.size());
+      return at == line.npos ? missing : std::stoull(line.substr(at));
+    }
+  return missing;
+}
+
+uint64_t number(const std::string& path) {
+  const std::string text = text_of(path);
+  return !text.empty() && std::isdigit(static_cast<unsigned char>(text[0])) ? std::stoull(text) : kUnlimited;
+}
+
+// What is left below one limit. Cached file pages count as used there, but are given up on demand.
+uint64_t left_below(uint64_t limit, uint64_t used, uint64_t cached) {
+  if (limit == kUnlimited || used == kUnlimited) return kUnlimited;
+  return limit - std::min(limit, used - std::min(used, cached));
+}
+
+uint64_t resident(const Param& p, const StoredParam& at, const LoadOptions& options) {
+  const LoadedForm form = loaded_form(p, at, options);
+  return form.value.bytes() + form.scale.bytes();
+}
+
+// Peak of one step's arena on the null device, with `context` tokens read before in pieces of at_once.
+uint64_t scratch_of(Model& model, const std::vector<StoredParam>& found, const MemoryRequest& r) {
+  std::vector<std::pair<Tensor, Tensor>> before;
+  size_t next = 0;
+  for (Param& p : model.params().all()) {  // shapes and types only
+    before.emplace_back(p.value, p.scale);
+    const LoadedForm form = loaded_form(p, found[next++], r.load);
+    p.value = form.value, p.scale = form.scale;
+  }
+  Arena arena(0, Device::null);
+  Context c{.device = Device::null, .arena = &arena};
+  c.deterministic = r.deterministic;
+  std::unique_ptr<ModelState> state;
+  if (!r.loss) state = std::make_unique<ModelState>(model.new_state(r.sequences, Device::null, r.deterministic));
+  auto step = [&](int64_t tokens) {
+    arena.rewind(0);
+    arena.reset_peak();
+    Batch batch = Batch::of_lengths(std::vector<int64_t>(size_t(r.sequences), tokens));
+    for (int64_t s = 0; state && s < r.sequences; ++s) batch.slots.push_back(int32_t(s));
+    Tensor ids = arena.lend(DType::i32, {batch.tokens()}), targets = arena.lend(DType::i32, {batch.tokens()});
+    Var h = model.forward(c, ids, batch, state.get());
+    if (r.loss)
+      cross_entropy(h, model.lm_head(), targets, 0);
+    else
+      logits(Var(c, h.value().row_range(0, std::min<int64_t>(1, h.rows()))), model.lm_head());
+    return uint64_t(arena.peak());
+  };
+  const int64_t last = std::max<int64_t>(1, std::min(r.at_once / r.sequences, r.context));
+  if (!r.loss && r.context > last) step(r.context - last);
+  uint64_t most = step(last);
+  if (!r.loss) most = std::max(most, step(1));
+  next = 0;
+  for (Param& p : model.params().all()) p.value = before[next].first, p.scale = before[next].second, ++next;
+  return most;
+}
+
+}  // namespace
+
+uint64_t parse_size(const std::string& text) {
+  size_t used = 0;
+  double n = -1;
+  try {
+    n = std::stod(text, &used);
+  } catch (const std::exception&) {}
+  std::string unit;
+  for (char ch : text.substr(used))
+    if (!std::isspace(static_cast<unsigned char>(ch))) unit += char(std::tolower(static_cast<unsigned char>(ch)));
+  double scale = unit.empty() || unit == "b" ? 1 : 0;
+  constexpr char kPrefix[] = "kmgt";
+  for (int i = 0; i < 4; ++i) {
+    const std::string p(1, kPrefix[i]);
+    if (unit == p || unit == p + "i" || unit == p + "ib") scale = std::exp2(10 * (i + 1));
+    if (unit == p + "b") scale = std::pow(1000.0, i + 1);
+  }
+  K3_CHECK(used > 0 && scale > 0 && n > 0 && n * scale < 1e18, "[memory] '{}' is no size; write 8GiB, 500MB, a number of bytes, or auto", text);
+  return uint64_t(n * scale);
+}
+
+std::string size_text(double bytes) {
+  if (bytes < 1e6) return fmt::format("{:.1f} kB", bytes * 1e-3);
+  return bytes < 1e9 ? fmt::format("{:.1f} MB", bytes * 1e-6) : fmt::format("{:.2f} GB", bytes * 1e-9);
+}
+
+uint64_t available_memory(const std::string& root) {
+  const uint64_t kib = field(text_of(root + "/proc/meminfo"), "MemAvailable:", kUnlimited >> 10);
+  uint64_t least = kib == kUnlimited >> 10 ? kUnlimited : kib << 10;
+  std::istringstream groups(text_of(root + "/proc/self/cgroup"));  // number:controllers:path
+  for (std::string line; std::getline(groups, line);) {
+    const size_t a = line.find(':'), b = line.find(':', a + 1);
+    if (a == line.npos || b == line.npos) continue;
+    const std::string controllers = line.substr(a + 1, b - a - 1);
+    const bool v2 = controllers.empty();
+    if (!v2 && controllers != "memory") continue;
+    const std::string top = root + "/sys/fs/cgroup" + (v2 ? "" : "/memory");
+    for (fs::path at = line.substr(b + 1);; at = at.parent_path()) {  // every group above has its own limit
+      const std::string dir = top + (at == "/" ? "" : at.string());
+      const std::string stat = text_of(dir + "/memory.stat");
+      const uint64_t left = v2 ? left_below(number(dir + "/memory.max"), number(dir + "/memory.current"),
+                                            field(stat, "inactive_file ", 0) + field(stat, "active_file ", 0))
+                               : left_below(number(dir + "/memory.limit_in_bytes"), number(dir + "/memory.usage_in_bytes"),
+                                            field(stat, "total_inactive_file ", 0) + field(stat, "total_active_file ", 0));
+      least = std::min(least, left);
+      if (!at.has_relative_path()) break;
+    }
+    // inside of a container the path may be the host's, and the container's own group mounted at the top: that one was read last
+  }
+  return least;
+}
+
+uint64_t resident_memory() { return field(text_of("/proc/self/status"), "VmRSS:", 0) << 10; }
+uint64_t peak_resident_memory() { return field(text_of("/proc/self/status"), "VmHWM:", 0) << 10; }
+
+double memory_read_rate(uint64_t bytes) {
+  Buffer memory(size_t(bytes >> 20 << 20));
+  uint64_t* words = reinterpret_cast<uint64_t*>(memory.data());
+  const int64_t n = int64_t(memory.bytes() / 8), block = 1 << 17;
+  std::vector<uint64_t> sums(size_t(n / block));
+  parallel_blocks(n, block, [&](int64_t a, int64_t b) { std::fill(words + a, words + b, uint64_t(a)); });
+  double least = 1e300;
+  for (int i = 0; i < 2; ++i) {
+    const auto start = std::chrono::steady_clock::now();
+    parallel_blocks(n, block, [&](int64_t a, int64_t b) {
+      uint64_t s[8] = {};
+      for (; a < b; a += 8)
+        for (int j = 0; j < 8; ++j) s[j] ^= words[a + j];
+      sums[size_t(b / block - 1)] = s[0] ^ s[1] ^ s[2] ^ s[3] ^ s[4] ^ s[5] ^ s[6] ^ s[7];
+    });
+    least = std::min(least, std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
+  }
+  uint64_t all = 0;
+  for (uint64_t s : sums) all ^= s;
+  return double(memory.bytes()) / least + double(all & 1);  // the sum is used, so the reads are made
+}
+
+MemoryPlan plan_memory(Model& model, const std::vector<StoredParam>& found, const ExpertCache* cache, const MemoryRequest& r) {
+  MemoryPlan plan;
+  const Config& c = model.config();
+  plan.automatic = r.budget == "auto";
+  plan.program = resident_memory();
+  const uint64_t available = available_memory();
+  plan.budget = plan.automatic ? plan.program + uint64_t(double(available) * (1 - kHeadroom)) : parse_size(r.budget);
+  size_t next = 0;
+  uint64_t expert_bytes = 0;
+  for (const Param& p : model.params().all()) {
+    const StoredParam& at = found[next++];
+    if (is_routed_expert(p.name))
+      expert_bytes += resident(p, at, r.load);
+    else if (p.name == "model.embed_tokens.weight")
+      plan.embedding = std::min<uint64_t>(resident(p, at, r.load), uint64_t(r.loss ? c.vocab_size : r.sequences * r.context) * kMappedRow);
+    else
+      plan.resident += resident(p, at, r.load);
+  }
+  if (!r.loss) {
+    const ModelState state = model.new_state(r.sequences, Device::null, r.deterministic);
+    const int64_t block = 128, tokens = (r.context + block - 1) / block * block;
+    plan.states = uint64_t((r.sequences + r.marks) * state.bytes_per_slot() + r.sequences * tokens * state.bytes_per_token());
+  }
+  plan.scratch = scratch_of(model, found, r);
+  if (cache) {
+    plan.experts = cache->experts(), plan.expert = cache->slot_bytes(), plan.top_k = c.num_experts_per_token;
+    for (int64_t l = 0; l < model.layers(); ++l) plan.moe_layers += expert_weights(model.ffn(l)) != nullptr;
+    const uint64_t left = plan.budget - std::min(plan.budget, plan.fixed());
+    plan.slots = expert_bytes <= left ? plan.experts : std::min<int64_t>(plan.experts, int64_t(left / plan.expert));
+  }
+  const uint64_t least = plan.fixed() + uint64_t(std::min(plan.top_k, plan.experts)) * plan.expert;
+  K3_CHECK(plan.fixed() <= plan.budget && plan.slots >= std::min(plan.top_k, plan.experts),
+           "[memory] {} is too little{}: {} of weights that every token needs, {} for states of {} tokens, {} of scratch, {} for the program and {} "
+           "experts at once make {}. Give --memory {}B or more, or ask for a shorter context or smaller --prefill-chunk",
+           size_text(double(plan.budget)), plan.automatic ? " (what is available here)" : "", size_text(double(plan.resident + plan.embedding)),
+           size_text(double(plan.states)), r.context * r.sequences, size_text(double(plan.scratch)), size_text(double(plan.program)),
+           std::min(plan.top_k, plan.experts), size_text(double(least)), least);
+  return plan;
+}
+
+double MemoryPlan::seconds_a_token() const {
+  if (memory_rate <= 0) return 0;
+  const double chosen = double(top_k * moe_layers), there = experts ? double(slots) / double(experts) : 1;
+  double s = (double(resident) + chosen * double(expert)) / memory_rate;
+  if (!fits() && disk_rate > 0) s += chosen * (1 - there) * double(expert) / disk_rate;
+  return s;
+}
+
+std::string MemoryPlan::text() const {
+  auto size = [](uint64_t n) { return size_text(double(n)); };
+  const std::string limit = fmt::format("{}{}", size(budget), automatic ? " (auto: what is available here, less a tenth)" : "");
+  if (fits())
+    return fmt::format("memory: {} of {}: weights {}, states {}, scratch {}; everything stays in memory\n", size(total()), limit,
+                       size(resident + embedding + uint64_t(slots) * expert), size(states), size(scratch));
+  std::string t = fmt::format("memory plan, budget {}\n", limit);
+  auto line = [&](const char* what, uint64_t bytes, const std::string& note) { t += fmt::format("  {:<18}{:>10}  {}\n", what, size(bytes), note); };
+  line("program", program, "now, with the snapshot's index");
+  line("resident", resident, "attention, router, shared and dense weights, head");
+  line("embedding", embedding, "the rows that are read");
+  line("states", states, "of the context asked for");
+  line("scratch", scratch, "of a step");
+  line("experts in memory", uint64_t(slots) * expert, fmt::format("{} of {}, {} each", slots, experts, size(expert)));
+  line("together", total(), "");
+  line("experts on disk", uint64_t(experts - slots) * expert, "read when they are wanted");
+  if (memory_rate > 0 && disk_rate > 0)
+    t += fmt::format(
+        "  estimate: {:.3g} tokens/s in decode, if all experts were equally likely ({:.1f} % in memory); measured: memory {:.1f} GB/s, disk {:.2f} "
+        "GB/s\n",
+        1 / seconds_a_token(), 100.0 * double(slots) / double(experts), memory_rate * 1e-9, disk_rate * 1e-9);
+  return t;
+}
+
+}  // namespace k3
