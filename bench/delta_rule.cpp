@@ -1,7 +1,7 @@
 // How fast is the delta rule, against what this machine can do? Limits are measured in the same run: oneDNN's float32 product and a plain
 // read of memory, on all threads. Medians of several runs.
 //
-//   bench_delta_rule [threads]
+//   bench_delta_rule [threads] [gates]      gates: only KDA against GDN and DeltaNet
 #include <fmt/core.h>
 #include <oneapi/dnnl/dnnl.h>
 
@@ -10,6 +10,7 @@
 #include <cmath>
 #include <cstdlib>
 #include <functional>
+#include <string>
 #include <vector>
 
 #include "k3/core/isa.h"
@@ -181,10 +182,35 @@ void decode(int64_t B, int64_t H, int64_t D, double limit) {
              bytes / t / 1e9, 100 * bytes / t / limit);
 }
 
+// GDN (a gate a head) and DeltaNet (no gate) run on the kernel of KDA (a gate a channel): forward and backward against KDA's, in turns, so that
+// what else the machine does strikes all three alike.
+void gates(int64_t T, int64_t H, int64_t D) {
+  std::vector<double> seconds[3], ratio[3];
+  for (int run = 0; run < 9; ++run)
+    for (int i = 0; i < 3; ++i) {
+      Problem p(T, H, D, i == 0 ? D : i == 1 ? 1 : 0, true);
+      for (const Var& x : {p.q, p.k, p.v, p.beta}) x.grad();
+      if (i < 2) p.g.grad();
+      seconds[i].push_back(timed([&] {
+        delta_rule(p.q, p.k, p.v, p.g, p.beta, p.shape(), Batch::one(T), nullptr).grad();
+        p.tape.run_backward();
+      }));
+      ratio[i].push_back(seconds[i].back() / seconds[0].back());
+    }
+  for (auto* list : {&seconds, &ratio})
+    for (auto& v : *list) std::sort(v.begin(), v.end());
+  fmt::print("{} tokens, {} x {}, forward and backward: KDA {:.1f} ms, GDN {:.1f} ms ({:.2f} of it), DeltaNet {:.1f} ms ({:.2f})\n", T, H, D,
+             seconds[0][4] * 1e3, seconds[1][4] * 1e3, ratio[1][4], seconds[2][4] * 1e3, ratio[2][4]);
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
   if (argc > 1) set_thread_count(std::atoi(argv[1]));
+  if (argc > 2 && std::string(argv[2]) == "gates") {
+    for (int64_t D : {32, 64, 128}) gates(4096, 1024 / D, D);
+    return 0;
+  }
   auto best = cpu::isa();
   double flops = product_rate(), bytes = read_rate();
   fmt::print("{} threads, {}: oneDNN product {:.0f} GFLOP/s, plain read {:.1f} GB/s\n\n", thread_count(), cpu::name_of(best), flops / 1e9,

@@ -14,5 +14,6 @@ void add_tokenize(CLI::App& app);
 void add_plan(CLI::App& app);
 void add_fabricate(CLI::App& app);
 void add_chat(CLI::App& app);
+void add_lab(CLI::App& app);
 
 }  // namespace k3

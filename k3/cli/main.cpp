@@ -17,9 +17,15 @@ std::string with_suggestion(const CLI::App& app, const CLI::ParseError& e, int a
   for (const CLI::App* sub : app.get_subcommands([](const CLI::App*) { return true; })) {
     if (argc > 1 && sub->get_name() == argv[1]) {
       known.clear();
+      int at = 2;
+      for (const CLI::App* next = sub; next && at <= argc; ++at) {  // k3 lab run
+        sub = next, next = nullptr;
+        for (const CLI::App* below : sub->get_subcommands([](const CLI::App*) { return true; }))
+          if (at < argc && below->get_name() == argv[at]) next = below;
+      }
       for (const CLI::Option* o : sub->get_options())
         for (const std::string& n : o->get_lnames()) known.push_back("--" + n);
-      for (int i = 2; i < argc; ++i) {
+      for (int i = at - 1; i < argc; ++i) {
         std::string word = std::string(argv[i]).substr(0, std::string(argv[i]).find('='));
         if (word.starts_with("--") && std::find(known.begin(), known.end(), word) == known.end())
           return fmt::format("unknown flag {}; the nearest known one is {}", word, k3::nearest(word, known));
@@ -48,7 +54,7 @@ int main(int argc, char** argv) {
     if (!isa.empty()) k3::cpu::force_isa(isa == "plain" ? k3::cpu::Isa::plain : isa == "avx2" ? k3::cpu::Isa::avx2 : k3::cpu::Isa::avx512);
   });
   k3::add_train(app), k3::add_generate(app), k3::add_eval(app), k3::add_inspect(app), k3::add_verify(app), k3::add_tokenize(app), k3::add_plan(app);
-  k3::add_fabricate(app), k3::add_chat(app);
+  k3::add_fabricate(app), k3::add_chat(app), k3::add_lab(app);
   try {
     app.parse(argc, argv);
   } catch (const CLI::Success& e) {  // --help, --version

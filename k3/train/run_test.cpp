@@ -2,6 +2,7 @@
 #include <sys/file.h>
 #include <fcntl.h>
 
+#include "k3/core/threads.h"
 #include "k3/model/checkpoint.h"
 #include "k3/train/report.h"
 #include "k3/train/run.h"
@@ -226,6 +227,56 @@ TEST(run, the_page_stands_by_itself) {
     EXPECT_THAT(page, HasSubstr(part));
   for (const char* part : {"http:", "https:", "src=", "<script", "url(", "nan", "inf\""}) EXPECT_EQ(page.find(part), std::string::npos) << part;
 }
+
+// Facts of every choice of training; a new one joins by a row. docs/choices.md is the table of these names.
+struct Choice {
+  std::string name;
+  std::vector<std::string> set;
+};
+class train_choice : public ::testing::TestWithParam<Choice> {
+ protected:
+  RunRequest request(const Place& p, Mode mode, const std::string& out) const {
+    RunRequest r = p.request(mode, out);
+    r.assignments = GetParam().set;
+    return r;
+  }
+};
+
+TEST_P(train_choice, learns) {
+  Place p;
+  p.go(request(p, Mode::start, "out"));
+  const std::vector<double> all = losses(p.out("metrics.jsonl"));
+  EXPECT_LT(all.back(), all.front() - 0.1);
+}
+
+TEST_P(train_choice, resumed_run_is_bitwise_equal) {
+  Place p;
+  p.go(request(p, Mode::start, "straight"));
+  p.go(request(p, Mode::start, "out"), 3);
+  p.go(request(p, Mode::resume_or_start, "out"));
+  expect_same_run(p.folder / "straight", p.folder / "out");
+}
+
+TEST_P(train_choice, one_thread_equals_many) {
+  Place p;
+  const int before = thread_count();
+  set_thread_count(1);
+  p.go(request(p, Mode::start, "straight"));
+  set_thread_count(4);
+  p.go(request(p, Mode::start, "out"));
+  set_thread_count(before);
+  expect_same_run(p.folder / "straight", p.folder / "out");
+}
+
+INSTANTIATE_TEST_SUITE_P(every, train_choice,
+                         ::testing::Values(Choice{"optimizer_adamw", {"optimizer=adamw"}}, Choice{"optimizer_muon", {"optimizer=muon"}},
+                                           Choice{"optimizer_muon_per_head", {"optimizer=muon_per_head"}}, Choice{"balance_none", {"balance=none"}},
+                                           Choice{"balance_sign", {"balance=sign"}}, Choice{"balance_quantile", {"balance=quantile"}},
+                                           Choice{"balance_quantile_100_bins", {"balance_bins=100"}},
+                                           Choice{"balance_quantile_ema", {"balance_ema=0.8"}},
+                                           Choice{"balance_quantile_exact", {"balance=quantile_exact"}},
+                                           Choice{"mtp", {"num_nextn_predict_layers=1"}}),
+                         [](const auto& info) { return info.param.name; });
 
 }  // namespace
 }  // namespace k3
