@@ -41,16 +41,7 @@ Var linear_rows(Var x, Param& w, int64_t first, int64_t last) {
   const bool data = c.device == Device::cpu, narrow = weight.stored != Stored::f32;
   if (data) check_scales(w);
   Var y(c, DType::f32, {m, n});
-  if (m < kFewRows) {
-    if (data) weight_products({{m, x.f32(), weight, y.f32()}});
-  } else {
-    Scratch scratch(*c.arena);
-    Tensor wide = narrow ? scratch.lend(DType::f32, {rows_of_slice(weight), k}) : Tensor();
-    if (data)
-      each_slice(weight, wide, [&](int64_t a, int64_t rows, const float* values) {
-        product({m, rows, k, x.f32(), k, false, values, k, true, y.f32() + a, n, false});
-      });
-  }
+  if (data) weight_products({{m, x.f32(), weight, y.f32()}});
   double flops = 2.0 * double(m) * double(n) * double(k);
   double bytes = stored_bytes(w) * double(n) / double(std::max<int64_t>(1, w.value.rows())) + 4.0 * double(m * n + m * k);
   c.cost("linear", {.flops = flops, .bytes = bytes});

@@ -6,6 +6,9 @@
 //   2. a word is one float32, two bfloat16 (a shift, a mask), four int8 or eight 4-bit codes (a shift, a table; below);
 //   3. each vector of weights goes into the chains of up to sixteen rows of x. Chains of different tiles hide the latency of a single row's.
 //
+// With kManyRows of x and more it is bound by the multiply-adds. Then the vectors of one block and kPanel tiles are kept, in the second-level
+// cache, and go into the chains of all rows, kPanelRows at a time.
+//
 // MXFP4's scales are powers of two, so they can stand outside the chains: before each group of 32 a chain is multiplied by the last group's scale
 // over this one's, at the end by the last. That moves no bit as long as nothing leaves the range of normal numbers: see x_reaches() and
 // scales_reach().
@@ -315,8 +318,92 @@ static void rows(const WeightArgs& p, bool may_move, int64_t& i) {
     for (; j < p.last; j += kLanes) tiles<stored, R, 1>(p, may_move, i, j, p.last - j < kLanes ? p.last - j : kLanes);
   }
 }
+#if defined(__AVX512F__)
+constexpr int kPanel = 2, kPanelRows = 8;
+#elif defined(__AVX2__)
+constexpr int kPanel = 1, kPanelRows = 4;
+#else
+constexpr int kPanel = 1, kPanelRows = 2;
+#endif
+constexpr int64_t kManyRows = 16;
+
+// to[k][t] = weight k0 + k of the sixteen rows of tile t
+template <Stored stored>
+static void fill_panel(const WeightArgs& p, int64_t j, int64_t columns, int64_t k0, int64_t end, vec (*to)[kPanel]) {
+  constexpr int U = kUnit<stored>, of4 = U / 4;
+  for (int t = 0; t < kPanel; ++t) {
+    const int64_t left = columns - t * kLanes, count = left < 0 ? 0 : left < kLanes ? left : kLanes;
+    const char* w = static_cast<const char*>(p.w) + (j + t * kLanes) * p.w_stride + k0 * kBytes / U;
+    uvec scales[kSteps<stored>];
+    load_scales<stored>(p, j + t * kLanes, count, k0, end, scales);
+    for (int64_t k = k0; k < end; k += U, w += kBytes) {
+      const int64_t n = end - k < U ? end - k : U;
+      char edge[kLanes * kBytes];
+      const char* from = w;
+      int64_t stride = p.w_stride;
+      if (count < kLanes || n < U) {
+        __builtin_memset(edge, 0, sizeof edge);
+        for (int64_t i = 0; i < count; ++i) __builtin_memcpy(edge + i * kBytes, w + i * p.w_stride, uint64_t(n * kBytes / U));
+        from = edge, stride = kBytes;
+      }
+      for (int q = 0; q < 4 && q * of4 < n; ++q) {
+        uvec words[4];
+        transpose_words(from + 16 * q, stride, words);
+        vec scale = zero();
+        if constexpr (stored == Stored::q8) scale = vec(scales[(k - k0) / U]);
+        if constexpr (stored == Stored::mxfp4) scale = e8m0((scales[(k - k0) / U] >> (8 * q)) & uvec(isplat(255)));
+#pragma GCC unroll 32
+        for (int c = 0; c < of4; ++c) {
+          vec v = weight<stored>(words, c, scale);
+          if (stored == Stored::mxfp4) v = v * scale;
+          if (q * of4 + c < n) to[k - k0 + q * of4 + c][t] = v;
+        }
+      }
+    }
+  }
+}
+// Rows i .. i + R - 1 of x with a panel of n weights.
+template <int R>
+K3_INLINE void panel_rows(const WeightArgs& p, const vec (*panel)[kPanel], const float* x, float* y, int64_t n, int64_t columns, bool add) {
+  vec s[R][kPanel];
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+    for (int t = 0; t < kPanel; ++t) s[r][t] = zero();
+  for (int64_t k = 0; k < n; ++k)
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+      for (int t = 0; t < kPanel; ++t) s[r][t] = fma(splat(x[r * p.x_row + k]), panel[k][t], s[r][t]);
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+    for (int t = 0; t < kPanel; ++t) {
+      const int64_t there = columns - t * kLanes;
+      float* to = y + r * p.ldy + t * kLanes;
+      if (there > 0) store_n(to, add ? load_n(to, there) + s[r][t] : s[r][t], there);
+    }
+}
+template <Stored stored>
+static void many_rows(const WeightArgs& p) {
+  vec panel[kProductBlock][kPanel];
+  for (int64_t j = p.first; j < p.last; j += kPanel * kLanes) {
+    const int64_t columns = p.last - j < kPanel * kLanes ? p.last - j : kPanel * kLanes;
+    for (int64_t k0 = 0; k0 < p.in || k0 == 0; k0 += kProductBlock) {
+      const int64_t end = k0 + kProductBlock < p.in ? k0 + kProductBlock : p.in;
+      fill_panel<stored>(p, j, columns, k0, end, panel);
+      int64_t i = 0;
+      auto x = [&] { return p.x + i * p.x_row + k0; };
+      auto y = [&] { return p.y + i * p.ldy + j; };
+      for (; i + kPanelRows <= p.rows; i += kPanelRows) panel_rows<kPanelRows>(p, panel, x(), y(), end - k0, columns, p.accumulate || k0);
+      for (; i < p.rows; ++i) panel_rows<1>(p, panel, x(), y(), end - k0, columns, p.accumulate || k0);
+    }
+  }
+}
+
 template <Stored stored>
 static void weight_product_as(const WeightArgs& p) {
+  if (p.rows >= kManyRows) return many_rows<stored>(p);
   const bool may_move = stored == Stored::mxfp4 && x_reaches(p);
   int64_t i = 0;
   if constexpr (kChains >= 16 && stored != Stored::mxfp4) rows<stored, 16>(p, may_move, i);

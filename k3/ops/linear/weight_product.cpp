@@ -62,48 +62,30 @@ void widen(const Weight& w, int64_t first, int64_t last, float* to) {
                   [&](int64_t a, int64_t b) { cpu::product_kernels().widen(w, first + a, first + b, to + a * w.in); });
 }
 
-void weight_products(const std::vector<WeightProduct>& list, const Tensor& widened) {
+void weight_products(const std::vector<WeightProduct>& list) {
   std::vector<Product> wide;
-  std::vector<cpu::WeightArgs> few;
-  struct Tile {
-    const WeightProduct* p;
-    int64_t first, rows;
-  };
-  std::vector<Tile> tiles;
+  std::vector<cpu::WeightArgs> pieces;
   for (const WeightProduct& p : list) {
     const Weight& w = p.w;
     if (p.rows == 0) continue;
-    if (p.rows < kFewRows) {
-      const int64_t step = std::max<int64_t>(1, kPieceBytes / std::max<int64_t>(1, row_bytes(w) * kColumns)) * kColumns;
-      for (int64_t at = 0; at < w.out; at += step)
-        few.push_back({w.stored, p.rows, w.in, at, std::min(at + step, w.out), p.x, w.in, w.data, row_bytes(w), w.scale, p.y, w.out, false});
-    } else if (w.stored == Stored::f32) {
+    if (p.rows >= kFewRows && w.stored == Stored::f32) {
       wide.push_back(x_wt(p.x, static_cast<const float*>(w.data), p.y, p.rows, w.out, w.in));
-    } else {
-      for (int64_t at = 0; at < w.out; at += kWidenRows) tiles.push_back({&p, at, std::min(kWidenRows, w.out - at)});
+      continue;
     }
+    const int64_t step = std::max<int64_t>(1, kPieceBytes / std::max<int64_t>(1, row_bytes(w) * kColumns)) * kColumns;
+    for (int64_t at = 0; at < w.out; at += step)
+      pieces.push_back({w.stored, p.rows, w.in, at, std::min(at + step, w.out), p.x, w.in, w.data, row_bytes(w), w.scale, p.y, w.out, false});
   }
   std::vector<size_t> ends;  // of the pieces that one call takes
   int64_t bytes = 0;
-  for (size_t i = 0; i < few.size(); ++i) {
-    bytes += (few[i].last - few[i].first) * few[i].w_stride;
-    if (bytes >= kPieceBytes / 2 || i + 1 == few.size()) ends.push_back(i + 1), bytes = 0;
+  for (size_t i = 0; i < pieces.size(); ++i) {
+    bytes += (pieces[i].last - pieces[i].first) * pieces[i].w_stride;
+    if (bytes >= kPieceBytes / 2 || i + 1 == pieces.size()) ends.push_back(i + 1), bytes = 0;
   }
   parallel_for(int64_t(ends.size()), [&](int64_t i) {
-    for (size_t j = i ? ends[size_t(i - 1)] : 0; j < ends[size_t(i)]; ++j) cpu::product_kernels().weight_product(few[j]);
+    for (size_t j = i ? ends[size_t(i - 1)] : 0; j < ends[size_t(i)]; ++j) cpu::product_kernels().weight_product(pieces[j]);
   });
   products(wide);
-  const int64_t lanes = std::min<int64_t>(kWidenLanes, int64_t(tiles.size()));
-  parallel_for(lanes, [&](int64_t lane) {
-    float* buffer = widened.f32() + lane * widened.cols();
-    for (size_t i = size_t(lane); i < tiles.size(); i += size_t(lanes)) {
-      const auto& [p, first, rows] = tiles[i];
-      cpu::product_kernels().widen(p->w, first, first + rows, buffer);
-      Product q = x_wt(p->x, buffer, p->y + first, p->rows, rows, p->w.in);
-      q.ldc = p->w.out;
-      product_serial(q);
-    }
-  });
 }
 
 }  // namespace k3

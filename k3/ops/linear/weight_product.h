@@ -1,8 +1,8 @@
 #pragma once
 // Products with weights as they are stored: Y = X W^T, X (rows, in) float32, W (out, in) as product.h lists them.
 //
-// The bits are those of the product with the weight widened to float32, in the order of product.h. Below kFewRows rows the weight is read
-// where it lies, once; from there on kWidenRows rows of it at a time are widened into a buffer and multiplied from the cache.
+// The bits are those of the product with the weight widened to float32, in the order of product.h. The weight is read where it
+// lies, once; only float32 weights with kFewRows rows of x and more go to oneDNN.
 #include <vector>
 
 #include "k3/core/tensor.h"
@@ -12,7 +12,6 @@
 namespace k3 {
 
 inline constexpr int64_t kFewRows = 32;
-inline constexpr int64_t kWidenLanes = 64, kWidenRows = 64;
 
 // Rows first..last-1 of a parameter. Errors: a storage that is none of Stored's.
 Weight weight_of(const Param& w, int64_t first, int64_t last);
@@ -29,8 +28,8 @@ struct WeightProduct {
   float* y;  // (rows, out)
 };
 
-// All of them, over all threads. `widened` (kWidenLanes, kWidenRows * largest in); empty when every product has few rows or float32 weights.
-void weight_products(const std::vector<WeightProduct>& list, const Tensor& widened = {});
+// All of them, over all threads.
+void weight_products(const std::vector<WeightProduct>& list);
 
 // Rows first..last-1 as float32, over all threads.
 void widen(const Weight& w, int64_t first, int64_t last, float* to);

@@ -109,13 +109,11 @@ Dispatch dispatch_of(Lender& lender, const Tensor& experts, int64_t e) {
   return d;
 }
 
-// Whether any weight is stored as something else than float32.
-bool check_weights(const ExpertWeights& w, int64_t experts, int64_t l, bool training) {
+void check_weights(const ExpertWeights& w, int64_t experts, int64_t l, bool training) {
   int64_t count = int64_t(w.gate.size());
   K3_CHECK(count == experts && int64_t(w.up.size()) == count && int64_t(w.down.size()) == count,
            "[experts] the router knows {} experts but there are {} w1, {} w3 and {} w2", experts, count, w.up.size(), w.down.size());
   int64_t m = w.gate[0]->value.rows();
-  bool narrow = false;
   for (int64_t e = 0; e < count; ++e)
     for (const Param* p : {w.gate[e], w.up[e], w.down[e]}) {
       Shape want = p == w.down[e] ? Shape{l, m} : Shape{m, l};
@@ -123,9 +121,7 @@ bool check_weights(const ExpertWeights& w, int64_t experts, int64_t l, bool trai
                l);
       const bool is_narrow = weight_of(*p).stored != Stored::f32;
       K3_CHECK(!(is_narrow && training), "[experts] {} is {}; experts are F32 or, in inference, BF16 or MXFP4", p->name, name_of(p->value.dtype()));
-      narrow |= is_narrow;
     }
-  return narrow;
 }
 
 }  // namespace
@@ -134,7 +130,7 @@ Var experts(Var z, const Routing& routing, const ExpertWeights& w, const Activat
   Context& c = z.context();
   const int64_t n = z.rows(), l = z.cols(), k = routing.experts.cols(), e = routing.scores.cols();
   K3_CHECK(routing.experts.rows() == n, "[experts] z has {} rows but {} were routed", n, routing.experts.rows());
-  const bool narrow = check_weights(w, e, l, c.tape != nullptr);
+  check_weights(w, e, l, c.tape != nullptr);
   const int64_t m = w.gate[0]->value.rows();
   const bool on_cpu = c.device == Device::cpu;
 
@@ -152,8 +148,7 @@ Var experts(Var z, const Routing& routing, const ExpertWeights& w, const Activat
   {
     Scratch scratch(*c.arena);
     if (!c.tape) a = scratch.lend(DType::f32, {n * k, m}), b = scratch.lend(DType::f32, {n * k, m}), d = dispatch_of(scratch, routing.experts, e);
-    Tensor rows = scratch.lend(DType::f32, {n * k, l}), h = c.tape ? scratch.lend(DType::f32, {n * k, m}) : a, wide;  // h may take a's place
-    if (narrow) wide = scratch.lend(DType::f32, {kWidenLanes, kWidenRows * std::max(l, m)});
+    Tensor rows = scratch.lend(DType::f32, {n * k, l}), h = c.tape ? scratch.lend(DType::f32, {n * k, m}) : a;  // h may take a's place
     if (on_cpu) {
       cpu::DispatchArgs move{d.pair_of_row.i32(), d.row_of_pair.i32(), n, k, d.pairs, l, z.f32(), nullptr, rows.f32()};
       cpu::moe().gather(move);
@@ -176,7 +171,7 @@ Var experts(Var z, const Routing& routing, const ExpertWeights& w, const Activat
             at = pieces.back().last = std::min(end, pieces.back().first + 16);
           }
         }
-        weight_products(list, wide);
+        weight_products(list);
         parallel_for(int64_t(pieces.size()), [&](int64_t i) {
           const auto [first, last] = pieces[size_t(i)];
           cpu::GluArgs g{activation, (last - first) * m, a.f32() + first * m, b.f32() + first * m, h.f32() + first * m, nullptr, nullptr, nullptr};
@@ -184,7 +179,7 @@ Var experts(Var z, const Routing& routing, const ExpertWeights& w, const Activat
         });
         list.clear();
         for (int32_t j : some) list.push_back({d.rows(j), h.f32() + d.begin(j) * m, weight_of(*w.down[size_t(j)]), rows.f32() + d.begin(j) * l});
-        weight_products(list, wide);
+        weight_products(list);
       };
       if (w.source) {
         w.source->want(used);
