@@ -78,7 +78,7 @@ Findings conclude(const Setting& s, const Results& r) {
       "blocks of two.",
       end["plain"], end["full"], end["blocks of 2"], end["blocks of 4"], grow["plain"], grow["blocks of 2"]);
   f.notes = {held_equal("parameters", parameters, 0.02), "Each model, 3 KDA : 1 MLA: " + size_line(job_of(s, "residual=plain")),
-             "Published at 194M to 528M active: plain 1.931 to 1.719, block 1.909 to 1.693, full 1.899 to 1.692.",
+             "Published at 194M to 528M active, 39B to 119B tokens: plain 1.931 to 1.719, block 1.909 to 1.693, full 1.899 to 1.692.",
              "The notes leave attention over depth as a to-do; the report has it in section 2.2."};
   f.tables = {t}, f.charts = {loss, hidden, gradient};
   f.charts.insert(f.charts.end(), heat.begin(), heat.end());

@@ -268,17 +268,18 @@ json assignment_facts() {
     const double best = a.optimum(), dual = a.dual(200, &never_rose);
     reached += dual <= best + 1e-9, near += dual <= best * 1.01, below += dual < best - 1e-9;
   }
-  return json::array({fact("quantile balancing lowers the dual in every half step", never_rose ? 0 : 1, 0.5,
-                           "Algorithm 1 on 200 random cases, 8 tokens, 4 experts, 1 or 2 each"),
-                      fact("the dual never falls below the balanced optimum", below, 0.5, "the optimum by dynamic programming over all loads"),
-                      fact("Algorithm 1 comes within 1 % of the balanced optimum", 1 - double(near) / kCases, 0.5,
-                           fmt::format("reached exactly in {} of {}, within 1 % in {}; elsewhere coordinate descent stands still above it, as the "
-                                       "report's silence on convergence allows",
-                                       reached, kCases, near))});
+  return json::array(
+      {fact("quantile balancing lowers the dual in every half step", never_rose ? 0 : 1, 0.5,
+            "Algorithm 1 on 200 random cases, 8 tokens, 4 experts, 1 or 2 each"),
+       fact("the dual never falls below the balanced optimum", below, 0.5, "the optimum by dynamic programming over all loads"),
+       fact("Algorithm 1 comes within 1 % of the balanced optimum in most small cases", 1 - double(near) / kCases, 0.5,
+            fmt::format("reached exactly in {} of {}, within 1 % in {}; elsewhere it stands still above the optimum: the dual has kinks, "
+                        "and descent along coordinates can end at one",
+                        reached, kCases, near))});
 }
 
 std::vector<Unit> units(const Setting&) {
-  auto unit = [](const char* key, json (*f)()) { return Unit{key, 0.5, {{"version", 1}}, [f](const Tick&) { return f(); }}; };
+  auto unit = [](const char* key, json (*f)()) { return Unit{key, 0.5, {{"version", 2}}, [f](const Tick&) { return f(); }}; };
   return {unit("delta-rule", delta_rule_facts),
           unit("absorbed", absorbed_fact),
           unit("attnres", attnres_fact),
