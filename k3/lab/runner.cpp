@@ -201,7 +201,7 @@ void run(const Request& request, const Hooks& hooks) {
     write_file(folder + "/report.html", page(*w.experiment, f, command));
     line(fmt::format("{}: {}\n  {}/report.html", w.experiment->name, f.answer, folder));
   }
-  line(fmt::format("{} experiments in {}", all.size(), clock(since(start))));
+  line(fmt::format("{} {} in {}", all.size(), all.size() == 1 ? "experiment" : "experiments", clock(since(start))));
 }
 
 }  // namespace k3::lab
