@@ -47,7 +47,8 @@ function(k3_test source)  # one program per test file; each TEST is a ctest entr
   target_link_libraries(${name} PRIVATE ${ARGN} GTest::gtest_main k3_warnings)
   target_compile_definitions(${name} PRIVATE K3_SOURCE_DIR="${CMAKE_SOURCE_DIR}")
   string(REGEX REPLACE "_test$" "." prefix ${name})
-  gtest_discover_tests(${name} TEST_PREFIX "" WORKING_DIRECTORY ${CMAKE_SOURCE_DIR} DISCOVERY_MODE PRE_TEST DISCOVERY_TIMEOUT 60 PROPERTIES TIMEOUT 900)
+  gtest_discover_tests(${name} TEST_PREFIX "" WORKING_DIRECTORY ${CMAKE_SOURCE_DIR} DISCOVERY_MODE PRE_TEST DISCOVERY_TIMEOUT 60
+                       PROPERTIES TIMEOUT 900 ENVIRONMENT OMP_WAIT_POLICY=passive)  # several programs share the cores: waiting threads must not spin
 endfunction()
 
 function(k3_layer name)
