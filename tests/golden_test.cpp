@@ -7,6 +7,7 @@
 
 #include "k3/core/error.h"
 #include "k3/core/file.h"
+#include "k3/core/gpu.h"
 #include "k3/infer/expert_cache.h"
 #include "k3/infer/parity.h"
 #include "k3/ops/loss/loss.h"
@@ -66,6 +67,20 @@ TEST_P(golden, gradients_match) {
   for (ParityRow& r : report.rows)
     if (r.name.find("_res_") != std::string::npos) r.limit = 3e-4;
   expect_good(report);
+}
+
+// The same on the GPU in float32: sums in other orders.
+TEST_P(golden, cuda_matches) {
+  if (const std::string why = gpu::why_not(); !why.empty()) GTEST_SKIP() << why;
+  const std::string file = folder() + "/grads.safetensors";
+  const bool gradients = std::filesystem::exists(file);
+  Config config = Config::load(folder());
+  config.finish();
+  Model model(config);
+  load(model, Snapshot(folder()), {.for_training = gradients, .device = Device::cuda});
+  const Snapshot recording(folder() + "/golden.safetensors");
+  expect_good(compare_forward(model, recording, {.rtol = 1e-4}));
+  if (gradients) expect_good(compare_gradients(model, recording, Snapshot(file), {.gradient_rtol = 1e-3}));
 }
 
 // Expert choices by layer.

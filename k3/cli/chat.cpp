@@ -179,6 +179,7 @@ void add_chat(CLI::App& app) {
       ->check(CLI::PositiveNumber)
       ->capture_default_str();
   add_dense(*c, f->load);
+  add_device(c, f->load);
   c->add_flag("--fast", f->fast, "absorbed attention in decode: a smaller cache, results equal to rounding in place of to the bit");
   c->add_option("--context", f->context, "tokens of conversation that memory is planned for")->check(CLI::PositiveNumber)->capture_default_str();
   add_memory_flag(c, f->memory);

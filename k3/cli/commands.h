@@ -3,7 +3,12 @@
 // k3::Error; main turns it into one line and exit code 1 (2 for a wrong command line).
 #include <CLI/CLI.hpp>
 
+#include "k3/core/device.h"
+
 namespace k3 {
+
+// --device cpu or cuda, and --bf16 for the latter; where there is no GPU to compute on, cuda is an Error before anything is read
+void add_device(CLI::App* command, Device& device, bool& bf16);
 
 void add_train(CLI::App& app);
 void add_eval(CLI::App& app);

@@ -95,6 +95,7 @@ void add_eval(CLI::App& app) {
   auto* separator = c->add_option("--separator", f->separator, "a line that ends a document (default: as in training, or none)");
   c->add_option("--sequence-length", f->sequence_length, "longest piece in tokens (default: as in training, or 2048)")->check(CLI::PositiveNumber);
   c->add_option("--tokens-at-once", f->tokens_at_once, "bounds memory; results are the same")->check(CLI::PositiveNumber)->capture_default_str();
+  add_device(c, f->load);
   add_dense(*c, f->load);
   add_memory_flag(c, f->memory);
   c->callback([f, separator] {

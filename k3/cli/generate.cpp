@@ -100,6 +100,7 @@ void add_generate(CLI::App& app) {
   c->add_option("--prefill-chunk", f->chunk, "prompt tokens read at once; bounds memory")->check(CLI::PositiveNumber)->capture_default_str();
   add_dense(*c, f->load);
   c->add_flag("--fast", f->fast, "absorbed attention in decode: a smaller cache, results equal to rounding in place of to the bit");
+  add_device(c, f->load);
   add_memory_flag(c, f->memory);
   c->callback([f] { run(*f); });
 }

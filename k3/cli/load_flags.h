@@ -1,10 +1,13 @@
 #pragma once
-// --dense, for every command that loads a model to run it.
+// --dense, and where to compute, for every command that loads a model to run it.
 #include <CLI/CLI.hpp>
 
+#include "k3/cli/commands.h"
 #include "k3/model/checkpoint.h"
 
 namespace k3 {
+
+inline void add_device(CLI::App* command, LoadOptions& options) { add_device(command, options.device, options.bf16_products); }
 
 inline void add_dense(CLI::App& command, LoadOptions& options) {
   static const std::map<std::string, Dense> names = {{"stored", Dense::as_stored}, {"bf16", Dense::bf16}, {"q8", Dense::q8}, {"mxfp4", Dense::mxfp4}};

@@ -5,6 +5,7 @@
 
 #include "k3/cli/commands.h"
 #include "k3/core/error.h"
+#include "k3/core/gpu.h"
 #include "k3/core/isa.h"
 #include "k3/core/nearest.h"
 #include "k3/core/threads.h"
@@ -39,6 +40,21 @@ std::string with_suggestion(const CLI::App& app, const CLI::ParseError& e, int a
 }
 
 }  // namespace
+
+void k3::add_device(CLI::App* command, Device& device, bool& bf16) {
+  auto* option = command
+                     ->add_option_function<std::string>(
+                         "--device",
+                         [&device](const std::string& name) {
+                           device = name == "cuda" ? Device::cuda : Device::cpu;
+                           if (device == Device::cuda) gpu::require();
+                         },
+                         "where to compute: cpu or cuda")
+                     ->check(CLI::IsMember({"cpu", "cuda"}))
+                     ->default_str("cpu");
+  command->add_flag("--bf16", bf16, "with --device cuda: matrix products in bfloat16 on the tensor cores; sums and all else stay float32")
+      ->needs(option);
+}
 
 int main(int argc, char** argv) {
   CLI::App app{"k3: train, run and plan language models of the Kimi K3 family"};

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <chrono>
 
+#include "k3/core/error.h"
 #include "k3/model/loading.h"
 
 namespace k3 {
@@ -17,6 +18,11 @@ void add_memory_flag(CLI::App* command, std::string& budget) {
 
 OpenedModel::OpenedModel(const std::string& folder, Config config, MemoryRequest request, const LoadOptions& options)
     : snapshot_(folder), model_(std::move(config)) {
+  if (options.device == Device::cuda) {
+    K3_CHECK(request.budget == "auto", "[memory] experts are read from disk on the CPU only; leave out --memory or --device cuda");
+    load(model_, snapshot_, options);
+    return;
+  }
   request.load = options;
   const std::vector<StoredParam> found = find_parameters(model_, snapshot_);
   if (model_.config().num_experts) cache_ = std::make_unique<ExpertCache>(model_, snapshot_, found);

@@ -69,6 +69,7 @@ void add_train(CLI::App& app) {
   c->add_option("--data", r->data, "files and folders to learn from, any bytes; not needed with --resume");
   c->add_option("--out", r->out, "folder for checkpoints and curves")->required();
   c->add_option("--set", r->assignments, "key=value, a key of the config or of its train object; may be given several times")->take_all();
+  add_device(c, r->device, r->bf16_products);
   auto* flag = c->add_flag("--resume", *resume, "go on from the newest checkpoint in --out");
   c->add_flag("--resume-or-start", *either, "the same if there is one, otherwise start")->excludes(flag);
   c->callback([=] {

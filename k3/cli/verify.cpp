@@ -93,6 +93,7 @@ void add_verify(CLI::App& app) {
   c->add_option("--gradient-rtol", f->options.gradient_rtol, "the same for gradients")->capture_default_str();
   c->add_flag("--force-routing", f->options.force_routing, "use the recorded expert choices");
   c->add_option("--record", f->record, "write what this program computes for the recorded input_ids, and stop");
+  add_device(c, f->load);
   add_memory_flag(c, f->memory);
   add_dense(*c, f->load);
   c->callback([f] {

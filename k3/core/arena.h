@@ -17,7 +17,7 @@ class Arena {
  public:
   static constexpr size_t kAlign = 64;
 
-  explicit Arena(size_t capacity, Device device = Device::cpu) : buffer_(capacity, device), capacity_(capacity) {}
+  explicit Arena(size_t capacity, Device device = Device::cpu) : buffer_(Buffer::growing(capacity, device)), capacity_(capacity) {}
 
   Tensor lend(DType dtype, Shape shape);  // uninitialised; NaN with poison on
   Tensor lend_zeroed(DType dtype, Shape shape);

@@ -6,6 +6,7 @@
 #include <map>
 
 #include "k3/core/error.h"
+#include "k3/core/gpu.h"
 #include "k3/infer/session.h"
 #include "k3/ops/loss/loss.h"
 #include "k3/ops/sample/sample.h"
@@ -17,7 +18,9 @@ namespace {
 
 using Recorded = std::map<std::string, std::vector<float>>;
 
-std::vector<float> floats(const Tensor& t) {
+std::vector<float> floats(const Tensor& anywhere) {
+  const HostCopy copy(anywhere);
+  const Tensor& t = copy.tensor();
   if (t.dtype() == DType::f32) return {t.f32(), t.f32() + t.size()};
   std::vector<float> v(static_cast<size_t>(t.size()));
   if (t.dtype() == DType::i32)
@@ -72,9 +75,10 @@ Tensor recorded(const Snapshot& s, const std::string& name) {
 
 // One forward with states; everything that `wanted` names, and the routing, ends in the map.
 Recorded run_forward(Model& model, const Input& in, const std::function<bool(const std::string&)>& wanted, double* loss) {
-  Arena arena(size_t(64) << 30);
+  const Device device = model.params().device();
+  Arena arena(size_t(64) << 30, device);
   Context c;
-  c.arena = &arena;
+  c.device = device, c.arena = &arena;
   Recorded out;
   c.on_record = [&](std::string_view name, const Tensor& t) {
     std::string n(name);
@@ -82,7 +86,7 @@ Recorded run_forward(Model& model, const Input& in, const std::function<bool(con
   };
   Batch batch = in.batch();
   for (int64_t r = 0; r < in.rows; ++r) batch.slots.push_back(int32_t(r));
-  ModelState state = model.new_state(in.rows, Device::cpu, true);
+  ModelState state = model.new_state(in.rows, device, true);
   Var h = model.forward(c, in.tensor(), batch, &state);
   out["logits"] = floats(logits(h, model.lm_head()));
   std::vector<int32_t> targets = in.targets();
@@ -175,10 +179,10 @@ ParityReport compare_forward(Model& model, const Snapshot& recording, const Pari
 
 ParityReport compare_gradients(Model& model, const Snapshot& recording, const Snapshot& gradients, const ParityOptions& o) {
   Input in = input_of(recorded(recording, "input_ids"));
-  Arena arena(size_t(64) << 30);
+  Arena arena(size_t(64) << 30, model.params().device());
   Tape tape;
   Context c;
-  c.arena = &arena, c.tape = &tape;
+  c.device = arena.device(), c.arena = &arena, c.tape = &tape;
   model.params().allocate_grads();
   std::vector<int32_t> targets = in.targets();
   int64_t count = std::count_if(targets.begin(), targets.end(), [](int32_t t) { return t != kIgnored; });
@@ -191,7 +195,7 @@ ParityReport compare_gradients(Model& model, const Snapshot& recording, const Sn
     const StoredTensor* t = find_parameter(gradients, model.config(), p.name);
     if (!t) continue;  // an expert that no token chose has no recorded gradient
     ++found;
-    std::vector<float> want = floats(gradients.view(*t)), got(p.grad.f32(), p.grad.f32() + p.grad.size());
+    std::vector<float> want = floats(gradients.view(*t)), got = floats(p.grad);
     if (want.size() > got.size() && p.name.ends_with(".A_log")) got.resize(want.size(), 0.0f);
     report.rows.push_back(compare("d " + p.name, got, want, o.gradient_rtol));
     report.good = report.good && report.rows.back().good();

@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "k3/core/error.h"
+#include "k3/core/gpu.h"
 #include "k3/ops/loss/loss.h"
 
 namespace k3 {
@@ -18,8 +19,8 @@ static size_t address_space() { return size_t(sysconf(_SC_PHYS_PAGES)) * size_t(
 Session::Session(Model& model, const SessionOptions& options)
     : model_(model),
       options_(options),
-      arena_(address_space()),
-      state_(model.new_state(2, Device::cpu, options.deterministic)),
+      arena_(address_space(), model.params().device()),
+      state_(model.new_state(2, model.params().device(), options.deterministic)),
       logits_(size_t(model.config().vocab_size) * sizeof(float)) {
   K3_CHECK(options.prefill_chunk >= 1, "[session] prefill_chunk is {} but must be at least 1", options.prefill_chunk);
 }
@@ -29,7 +30,7 @@ void Session::read(std::span<const int32_t> ids, const std::function<void(int64_
   for (int64_t at = 0; at < total;) {
     int64_t n = std::min(options_.prefill_chunk, total - at);
     Context c;
-    c.arena = &arena_;
+    c.device = arena_.device(), c.arena = &arena_;
     c.deterministic = options_.deterministic;
     arena_.rewind(0);
     Batch batch = Batch::one(n);
@@ -40,7 +41,8 @@ void Session::read(std::span<const int32_t> ids, const std::function<void(int64_
     at += n;
     if (at == total) {  // logits of the last token only
       Tensor last = k3::logits(Var(c, h.value().row_range(n - 1, n)), model_.lm_head());
-      std::memcpy(logits_.data(), last.data(), last.bytes());
+      const HostCopy here(last);
+      std::memcpy(logits_.data(), here.tensor().data(), last.bytes());
       has_logits_ = true;
     }
     if (progress) progress(at);

@@ -8,6 +8,7 @@
 #include <unordered_set>
 
 #include "k3/core/error.h"
+#include "k3/core/gpu.h"
 #include "k3/core/threads.h"
 #include "k3/model/loading.h"
 #include "k3/ops/linear/quantize.h"
@@ -271,6 +272,8 @@ void load(Model& model, const Snapshot& snapshot, const LoadOptions& options) {
     else
       to_float32(stored, float_memory(), t->name);
   }
+  set.move_to(options.device);
+  model.bf16_products = options.bf16_products;
 }
 
 void save(const Model& model, const std::string& folder, uint64_t shard_bytes, bool with_mtp) {
@@ -288,7 +291,7 @@ void save(const Model& model, const std::string& folder, uint64_t shard_bytes, b
     if (p.name.ends_with(".A_log")) {
       if (c.nested()) {
         auto& v = padded.emplace_back(size_t(std::max(p.shape.size(), c.kda_head_dim)), 0.0f);
-        std::copy_n(p.value.f32(), p.shape.size(), v.begin());
+        std::copy_n(HostCopy(p.value).f32(), p.shape.size(), v.begin());
         value = Tensor(v.data(), DType::f32, {int64_t(v.size())});
       } else {
         value = p.value.reshape({1, 1, p.shape.size(), 1});

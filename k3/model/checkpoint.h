@@ -16,6 +16,8 @@ enum class Dense : uint8_t { as_stored, bf16, q8, mxfp4 };
 struct LoadOptions {
   bool for_training = false;  // everything becomes owned float32; otherwise matrices stay where and as they are stored
   Dense dense = Dense::as_stored;
+  Device device = Device::cpu;  // cuda: all of it is copied there, MXFP4 as bfloat16 (exact) and q8 as float32
+  bool bf16_products = false;   // of the model, on a GPU
 };
 
 // Where a parameter's values lie: one tensor, or MXFP4 codes and their scales.
@@ -28,8 +30,8 @@ struct StoredParam {
 // num_hidden_layers).
 std::vector<StoredParam> find_parameters(const Model& model, const Snapshot& snapshot);
 
-// The same, then the values. The snapshot must outlive the model unless for_training. MXFP4 weights that linear and experts multiply are not
-// read here; a scale of 255 is an Error at a weight's first use (ops/linear/weight_product.h, check_scales).
+// The same, then the values. The snapshot must outlive the model unless for_training or on a GPU. MXFP4 weights that linear and experts multiply are
+// not read here; a scale of 255 is an Error at a weight's first use (ops/linear/weight_product.h, check_scales).
 void load(Model& model, const Snapshot& snapshot, const LoadOptions& options);
 
 // config.json and tensors; tokenizer files are the tokenizer's to write. Without `with_mtp` the layer of multi-token prediction is dropped.

@@ -53,6 +53,7 @@ Var Model::mtp_forward(Var features, const Tensor& next_ids, const Batch& batch)
 
 Var Model::forward(Context& c, const Tensor& ids, const Batch& batch, ModelState* state, Var* features) {
   K3_CHECK(ids.size() == batch.tokens(), "[model] {} token ids but the batch has {} tokens", ids.size(), batch.tokens());
+  c.bf16_products = bf16_products;
   const float eps = float(config_.rms_norm_eps);
   residual_->begin(embedding(c, ids, *embed_tokens_));
   c.record("hidden.0", residual_->sources(0).back().value());

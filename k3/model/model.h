@@ -70,6 +70,8 @@ class Model {
 
   // Keep only each sublayer's result and compute the inside again in the backward.
   bool recompute = false;
+  // On a GPU: matrix products in bfloat16 (Context::bf16_products).
+  bool bf16_products = false;
 
  private:
   struct Layer {

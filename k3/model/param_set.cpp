@@ -3,6 +3,8 @@
 #include <cstring>
 
 #include "k3/core/error.h"
+#include "k3/core/gpu.h"
+#include "k3/ops/linear/weight_product.h"
 
 namespace k3 {
 
@@ -41,6 +43,35 @@ void ParamSet::allocate(Device device) {
   for (Param& p : params_) p.value = buffer.view(DType::f32, p.shape, at), at += padded(p.value.bytes());
 }
 
+void ParamSet::move_to(Device device) {
+  if (device == device_) return;
+  // what the GPU multiplies: float32 or bfloat16, which holds every value of MXFP4
+  auto type = [](const Param& p) { return p.scale.empty() ? p.value.dtype() : weight_of(p).stored == Stored::mxfp4 ? DType::bf16 : DType::f32; };
+  size_t bytes = 0;
+  for (const Param& p : params_) bytes += padded(size_t(p.shape.size()) * bytes_of(type(p)));
+  Buffer buffer(std::max<size_t>(bytes, 1), device);
+  size_t at = 0;
+  for (Param& p : params_) {
+    Tensor moved = buffer.view(type(p), p.shape, at);
+    at += padded(moved.bytes());
+    if (p.scale.empty()) {
+      write(moved, p.value.data());
+    } else {
+      check_scales(p);
+      std::vector<float> wide(size_t(p.shape.size()));
+      widen(weight_of(p), 0, p.shape[0], wide.data());
+      std::vector<bf16> narrow;
+      if (moved.dtype() == DType::bf16)
+        for (float x : wide) narrow.push_back(to_bf16(x));
+      write(moved, narrow.empty() ? static_cast<const void*>(wide.data()) : narrow.data());
+    }
+    p.value = moved, p.scale = {};
+  }
+  owned_.clear();
+  owned_.push_back(std::move(buffer));
+  device_ = device;
+}
+
 void ParamSet::allocate_grads() {
   size_t bytes = 0;
   for (const Param& p : params_)
@@ -52,7 +83,11 @@ void ParamSet::allocate_grads() {
 }
 
 void ParamSet::zero_grads() {
-  if (grads_.data()) std::memset(grads_.data(), 0, grads_.bytes());
+  if (!grads_.data()) return;
+  if (device_ == Device::cuda)
+    gpu::clear(grads_.data(), grads_.bytes());
+  else
+    std::memset(grads_.data(), 0, grads_.bytes());
 }
 
 }  // namespace k3

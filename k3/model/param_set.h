@@ -23,7 +23,9 @@ class ParamSet {
   int64_t count() const;  // scalars
 
   void allocate(Device device);  // float32 values, zeroed (null device: shapes only)
-  void allocate_grads();         // float32, zeroed, for every parameter that learns
+  void move_to(Device device);   // every value: as it is stored, MXFP4 as bfloat16, q8 as float32
+  Device device() const { return device_; }
+  void allocate_grads();  // float32, zeroed, for every parameter that learns
   void zero_grads();
   Tensor own(DType dtype, Shape shape);  // memory that lives as long as the set
 

@@ -7,6 +7,7 @@
 #include <span>
 
 #include "k3/core/error.h"
+#include "k3/core/gpu.h"
 
 namespace k3 {
 
@@ -169,7 +170,10 @@ void write_one(const std::string& path, const std::vector<NamedTensor>& tensors,
   uint64_t n = header.size();
   f.write(&n, 8);
   f.write(header);
-  for (size_t i = first; i < last; ++i) f.write(tensors[i].value.data(), tensors[i].value.bytes());
+  for (size_t i = first; i < last; ++i) {
+    const HostCopy value(tensors[i].value);
+    f.write(value.tensor().data(), value.tensor().bytes());
+  }
   f.commit();
 }
 

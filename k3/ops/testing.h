@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "k3/core/error.h"
+#include "k3/core/gpu.h"
 #include "k3/core/isa.h"
 #include "k3/core/rng.h"
 #include "k3/core/threads.h"
@@ -44,21 +45,21 @@ inline std::vector<double> as_double(const Tensor& t) { return {t.f32(), t.f32()
 // One step: arena (poisoned), tape, context; inputs and parameters live in it.
 class Step {
  public:
-  explicit Step(bool with_tape = true, size_t capacity = size_t(1) << 30) : arena_(capacity) {
+  explicit Step(bool with_tape = true, size_t capacity = size_t(1) << 30, Device device = Device::cpu) : arena_(capacity, device) {
     arena_.set_poison(true);
-    context.arena = &arena_;
+    context.arena = &arena_, context.device = device;
     if (with_tape) context.tape = &tape_;
   }
   Var input(const Values& v, Shape s) {
     Var x(context, DType::f32, s);
-    if (v.size()) std::memcpy(x.f32(), v.data(), size_t(v.size()) * sizeof(float));
+    write(x.value(), v.data());
     return x;
   }
   Param param(std::string name, const Values& v, Shape s, bool grad = true) {
     Param p;
     p.name = std::move(name);
     p.value = arena_.lend(DType::f32, s);
-    std::memcpy(p.value.f32(), v.data(), size_t(v.size()) * sizeof(float));
+    write(p.value, v.data());
     if (grad) p.grad = arena_.lend_zeroed(DType::f32, s);
     return p;
   }
@@ -66,7 +67,10 @@ class Step {
   // y.grad += dy, then all closures
   void backward(const Var& y, const Values& dy) {
     Tensor g = y.grad();
-    for (int64_t i = 0; i < g.size(); ++i) g.f32()[i] += dy[i];
+    const HostCopy before(g);
+    std::vector<float> sum(size_t(g.size()));
+    for (int64_t i = 0; i < g.size(); ++i) sum[size_t(i)] = before.f32()[i] + dy[i];
+    write(g, sum.data());
     tape_.run_backward();
   }
   Arena& arena() { return arena_; }
@@ -169,6 +173,40 @@ void expect_complex_step(const std::vector<std::vector<int64_t>>& sizes, Forward
       double want = 0;
       for (int64_t k = 0; k < out_size; ++k) want += dy[k] * out[k].imag() / h;
       ASSERT_LE(std::abs(grads[i][j] - want), tolerance * std::max(1.0, scale)) << "input " << i << " element " << j << " want " << want;
+    }
+  }
+}
+
+inline std::vector<char> bytes_of(const Tensor& t) {
+  const HostCopy copy(t);
+  const char* p = static_cast<const char*>(copy.tensor().data());
+  return {p, p + t.bytes()};
+}
+
+// Runs `f` in a step on the CPU and twice in one on the GPU. Every float32 tensor that it returns must be near the CPU's, every other equal,
+// and the two runs on the GPU the same bits. Skipped where there is no GPU.
+inline void expect_cuda_equals_cpu(double tolerance, const std::function<std::vector<Tensor>(Step&)>& f, bool with_tape = true) {
+  if (const std::string why = gpu::why_not(); !why.empty()) GTEST_SKIP() << why;
+  Step cpu(with_tape);
+  const std::vector<Tensor> want = f(cpu);
+  std::vector<std::vector<char>> first;
+  for (int run = 0; run < 2; ++run) {
+    Step step(with_tape, size_t(1) << 30, Device::cuda);
+    const std::vector<Tensor> got = f(step);
+    ASSERT_EQ(got.size(), want.size());
+    for (size_t i = 0; i < got.size(); ++i) {
+      const std::string what = "tensor " + std::to_string(i);
+      ASSERT_EQ(got[i].device(), Device::cuda) << what;
+      if (run) {
+        EXPECT_EQ(bytes_of(got[i]), first[i]) << what << ": two runs differ";
+        continue;
+      }
+      first.push_back(bytes_of(got[i]));
+      const HostCopy copy(got[i]);
+      if (got[i].dtype() == DType::f32)
+        expect_near(copy.tensor(), as_double(want[i]), tolerance, what);
+      else
+        EXPECT_EQ(first[i], bytes_of(want[i])) << what;
     }
   }
 }

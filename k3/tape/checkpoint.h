@@ -9,6 +9,7 @@
 #include <cstring>
 #include <vector>
 
+#include "k3/core/gpu.h"
 #include "k3/tape/tape.h"
 
 namespace k3 {
@@ -20,7 +21,7 @@ Var checkpoint(Context& c, std::vector<Var> inputs, F f) {
   {
     Scratch scratch(*c.arena);
     Var z = with_tape(c, nullptr, [&] { return f(inputs); });
-    if (c.device == Device::cpu) std::memcpy(y.value().data(), z.value().data(), y.value().bytes());
+    copy_values(y.value(), z.value());
   }
   on_backward(y, [&c, inputs, y, f] {
     for (const Var& x : inputs) x.grad();  // made before the mark, so they outlive it
@@ -32,7 +33,7 @@ Var checkpoint(Context& c, std::vector<Var> inputs, F f) {
     Var z = with_tape(c, &inner, [&] { return f(inputs); });
     c.recomputing = outer;
     Tensor dz = z.grad();
-    if (c.device == Device::cpu) std::memcpy(dz.data(), dy.data(), dy.bytes());
+    copy_values(dz, dy);
     inner.run_backward();
   });
   return y;

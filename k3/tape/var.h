@@ -23,9 +23,10 @@ struct Context {
   Tape* tape = nullptr;                                                 // null: inference
   std::function<void(std::string_view op, const Cost&)> on_cost;        // the planner
   std::function<void(std::string_view name, const Tensor&)> on_record;  // parity tools: "attn_out.3"
-  bool deterministic = true;  // the same bits however the work is cut; false allows faster forms (absorbed MLA decode)
-  bool observe = false;       // collect what the trainer wants to know: expert load, balance histogram, largest logits
-  bool recomputing = false;   // inside checkpoint()'s second forward: statistics were already counted, records already given
+  bool deterministic = true;   // the same bits however the work is cut; false allows faster forms (absorbed MLA decode)
+  bool bf16_products = false;  // GPU: matrix products read bfloat16 and sum in float32; all else stays float32
+  bool observe = false;        // collect what the trainer wants to know: expert load, balance histogram, largest logits
+  bool recomputing = false;    // inside checkpoint()'s second forward: statistics were already counted, records already given
 
   void cost(std::string_view op, const Cost& c) const {
     if (on_cost) on_cost(op, c);

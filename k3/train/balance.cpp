@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "k3/core/error.h"
+#include "k3/core/gpu.h"
 #include "k3/ops/update/update.h"
 
 namespace k3 {
@@ -22,7 +23,7 @@ Balance::Balance(Model& model, const TrainOptions& options) : options_(options) 
 void Balance::begin_step() {
   for (RouterWatch* r : routers_) {
     std::fill(r->load.begin(), r->load.end(), 0);
-    if (options_.balance == "quantile") r->histogram.reset(r->bias->value, options_.balance_bins);
+    if (options_.balance == "quantile") r->histogram.reset(HostCopy(r->bias->value).tensor(), options_.balance_bins);
     r->keep_margins = options_.balance == "quantile_exact";
     r->margins.clear();
   }
@@ -42,14 +43,15 @@ std::vector<double> Balance::load() const {
 
 void Balance::update_bias() {
   for (RouterWatch* r : routers_) {
-    float* bias = r->bias->value.f32();
+    const HostCopy copy(r->bias->value);
+    const std::vector<float> bias(copy.f32(), copy.f32() + copy.tensor().size());
     std::vector<float> next;
     if (options_.balance == "quantile") next = quantile_bias(r->histogram, r->top_k);
     if (options_.balance == "quantile_exact") next = quantile_bias_exact(r->margins, int64_t(r->load.size()), r->top_k);
     if (options_.balance.starts_with("quantile"))  // both have mean 0, so has what lies between
       for (size_t j = 0; j < next.size(); ++j) next[j] += float(options_.balance_ema) * (bias[j] - next[j]);
-    if (options_.balance == "sign") next = sign_bias({bias, bias + r->bias->value.size()}, r->load, float(options_.balance_sign_step));
-    std::copy(next.begin(), next.end(), bias);
+    if (options_.balance == "sign") next = sign_bias(bias, r->load, float(options_.balance_sign_step));
+    if (!next.empty()) write(r->bias->value, next.data());
   }
 }
 

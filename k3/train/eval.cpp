@@ -2,11 +2,12 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 #include <memory>
 
 #include "k3/core/error.h"
+#include "k3/core/gpu.h"
 #include "k3/ops/loss/loss.h"
+#include "k3/train/step_memory.h"
 
 namespace k3 {
 
@@ -34,8 +35,7 @@ Evaluation evaluate(Model& model, const TokenFile& file, const std::vector<int64
   }
   std::unique_ptr<Arena> arena;
   auto run = [](Model& m, Context& c, const TokenBatch& b) {
-    Tensor ids = c.arena->lend(DType::i32, {b.batch.tokens()}), targets = c.arena->lend(DType::i32, {b.batch.tokens()});
-    if (c.device == Device::cpu) std::memcpy(ids.data(), b.ids.data(), ids.bytes()), std::memcpy(targets.data(), b.targets.data(), targets.bytes());
+    Tensor ids = lend_ids(c, b.ids, b.batch.tokens()), targets = lend_ids(c, b.targets, b.batch.tokens());
     return cross_entropy(m.forward(c, ids, b.batch), m.lm_head(), targets, 0).per_token;
   };
   Evaluation e;
@@ -47,10 +47,10 @@ Evaluation evaluate(Model& model, const TokenFile& file, const std::vector<int64
     Arena counting(0, Device::null);
     Context null{.device = Device::null, .arena = &counting};
     run(shape, null, b);
-    if (!arena || arena->capacity() < counting.peak()) arena.reset(), arena = std::make_unique<Arena>(counting.peak());
+    make_room(arena, counting.peak(), model.params().device());
     arena->rewind(0);
-    Context c{.arena = arena.get()};
-    Tensor per_token = run(model, c, b);
+    Context c{.device = arena->device(), .arena = arena.get()};
+    const HostCopy per_token(run(model, c, b));
     for (size_t t = 0; t < b.targets.size(); ++t) {  // one running sum in order, so the cut into batches leaves no trace
       if (b.targets[t] < 0) continue;
       sum += double(per_token.f32()[t]);

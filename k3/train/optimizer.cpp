@@ -1,10 +1,10 @@
 #include "k3/train/optimizer.h"
 
 #include <cmath>
-#include <cstring>
 #include <map>
 
 #include "k3/core/error.h"
+#include "k3/core/gpu.h"
 
 namespace k3 {
 
@@ -120,7 +120,7 @@ void Optimizer::load_moments(const Snapshot& from) {
     K3_CHECK(s, "[train] {} lacks {}; go on from another step folder by writing its name into LATEST", from.folder(), t.name);
     K3_CHECK(s->dtype == DType::f32 && s->shape == t.value.shape(), "[train] {} in {} is {} {} but must be F32 {}", t.name, from.folder(),
              name_of(s->dtype), to_string(s->shape), to_string(t.value.shape()));
-    std::memcpy(t.value.data(), from.view(*s).data(), t.value.bytes());
+    write(t.value, from.view(*s).data());
   }
   K3_CHECK(from.tensors().size() == mine.size(), "[train] {} holds {} tensors but this model and optimizer need {}", from.folder(),
            from.tensors().size(), mine.size());

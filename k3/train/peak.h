@@ -1,9 +1,11 @@
 #pragma once
 
+#include "k3/core/device.h"
+
 namespace k3 {
 
-// Floating point operations a second of oneDNN's own matrix product on all threads in use, the best of about `seconds`: what "share of
-// peak" is a share of.
-double measured_peak_flops(double seconds = 0.2);
+// Floating point operations a second of a plain float32 matrix product, the best of about `seconds`: what "share of peak" is a share of.
+// oneDNN's own on all threads in use; on a GPU the one that linear layers use there.
+double measured_peak_flops(double seconds = 0.2, Device device = Device::cpu);
 
 }  // namespace k3

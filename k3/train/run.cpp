@@ -212,12 +212,14 @@ void train(const RunRequest& request, const RunEvents& events) {
 
   // 3. The model, and where it stands.
   Model model(run.model, true);
+  model.bf16_products = request.bf16_products;
   if (newest) {
     Snapshot snapshot(*newest);
-    load(model, snapshot, {.for_training = true});
+    load(model, snapshot, {.for_training = true, .device = request.device, .bf16_products = request.bf16_products});
   } else {
     model.params().allocate(Device::cpu);
     initialize(model, uint64_t(options.seed));
+    model.params().move_to(request.device);
   }
   Trainer trainer(model, data, split.train, tokenizer, options);
   Training state = before.value_or(Training{});
@@ -241,7 +243,7 @@ void train(const RunRequest& request, const RunEvents& events) {
     events.line("optimizer: " + optimizer_split.substr(at, end - at));
     at = end + 1;
   }
-  const double peak = measured_peak_flops(request.calibration_seconds);
+  const double peak = measured_peak_flops(request.calibration_seconds, request.device);
   events.line(fmt::format("machine: {:.1f} GFLOP/s in a plain matrix product", peak / 1e9));
   if (newest) events.line(fmt::format("going on from step {} of {}", state.step, options.steps));
 

@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "k3/core/device.h"
 #include "k3/tokenizer/tokenizer.h"
 #include "k3/train/corpus.h"
 #include "k3/train/options.h"
@@ -24,6 +25,8 @@ struct RunRequest {
   std::string out;
   enum class Mode { start, resume, resume_or_start } mode = Mode::start;
   double calibration_seconds = 0.2;  // spent on finding what this machine's matrix product reaches
+  Device device = Device::cpu;
+  bool bf16_products = false;  // on a GPU
 };
 
 struct RunEvents {

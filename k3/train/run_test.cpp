@@ -2,6 +2,7 @@
 #include <sys/file.h>
 #include <fcntl.h>
 
+#include "k3/core/gpu.h"
 #include "k3/core/threads.h"
 #include "k3/model/checkpoint.h"
 #include "k3/train/report.h"
@@ -45,23 +46,47 @@ std::vector<double> losses(const std::string& metrics) {
   return all;
 }
 
+class run_on : public ::testing::TestWithParam<Device> {};
+INSTANTIATE_TEST_SUITE_P(devices, run_on, ::testing::Values(Device::cpu, Device::cuda),
+                         [](const auto& info) { return info.param == Device::cpu ? "cpu" : "cuda"; });
+
 void expect_same_run(const std::string& a, const std::string& b) {
   for (const char* file : {"model.safetensors", "optimizer.safetensors", "config.json"})
     EXPECT_TRUE(get(a + "/step-000008/" + file) == get(b + "/step-000008/" + file)) << file;
   EXPECT_EQ(losses(a + "/metrics.jsonl"), losses(b + "/metrics.jsonl"));
 }
 
-TEST(run, resumed_run_is_bitwise_equal) {
+TEST_P(run_on, resumed_run_is_bitwise_equal) {
+  if (const std::string why = gpu::why_not(); GetParam() == Device::cuda && !why.empty()) GTEST_SKIP() << why;
   Place p;
-  p.go(p.request(Mode::start, "straight"));
-  p.go(p.request(), 3);
+  auto request = [&](Mode mode = Mode::start, const std::string& out = "out") {
+    RunRequest r = p.request(mode, out);
+    r.device = GetParam();
+    return r;
+  };
+  p.go(request(Mode::start, "straight"));
+  p.go(request(), 3);
   EXPECT_THAT(p.said, HasSubstr("stopped after step 3 of 8"));
-  RunRequest bare{"", {}, {}, p.folder / "out", Mode::resume, 0};  // all it needs is in the folder
+  RunRequest bare{"", {}, {}, p.folder / "out", Mode::resume, 0, GetParam()};  // all it needs is in the folder
   p.go(bare, 2);
   EXPECT_THAT(p.said, HasSubstr("going on from step 3 of 8"));
-  p.go(p.request(Mode::resume_or_start));
+  p.go(request(Mode::resume_or_start));
   EXPECT_THAT(p.said, HasSubstr("going on from step 5 of 8"));
   expect_same_run(p.folder / "straight", p.folder / "out");
+}
+
+// The same tokens in the same order on both devices: the losses go the same way, to rounding that eight steps make larger.
+TEST(run, a_run_on_the_gpu_goes_as_on_the_cpu) {
+  if (const std::string why = gpu::why_not(); !why.empty()) GTEST_SKIP() << why;
+  Place p;
+  p.go(p.request(Mode::start, "cpu"));
+  RunRequest r = p.request(Mode::start, "cuda");
+  r.device = Device::cuda;
+  p.go(r);
+  const auto want = losses(p.folder / "cpu/metrics.jsonl"), got = losses(p.folder / "cuda/metrics.jsonl");
+  ASSERT_EQ(got.size(), want.size());
+  EXPECT_NEAR(got[0], want[0], 1e-5 * want[0]);
+  for (size_t i = 0; i < got.size(); ++i) EXPECT_NEAR(got[i], want[i], 2e-3 * want[i]) << "step " << i + 1;
 }
 
 TEST(run, what_a_kill_leaves_half_written_is_ignored_and_said) {

@@ -3,12 +3,13 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
-#include <cstring>
 
 #include "k3/core/error.h"
+#include "k3/core/gpu.h"
 #include "k3/ops/loss/loss.h"
 #include "k3/tape/tape.h"
 #include "k3/train/schedule.h"
+#include "k3/train/step_memory.h"
 
 namespace k3 {
 
@@ -16,12 +17,6 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 double seconds_since(Clock::time_point t) { return std::chrono::duration<double>(Clock::now() - t).count(); }
-
-Tensor lend_ids(Context& c, const std::vector<int32_t>& ids, int64_t n) {
-  Tensor t = c.arena->lend(DType::i32, {n});
-  if (t.has_data() && c.device == Device::cpu) std::memcpy(t.data(), ids.data(), t.bytes());
-  return t;
-}
 
 struct Losses {
   double next = 0, after_next = 0;  // sums
@@ -54,7 +49,8 @@ class GateWatch {
     if (!decay && !gate) return;
     const int64_t layer = std::atoll(std::string(name.substr(name.find('.') + 1)).c_str());
     double sum = 0;
-    const float* x = t.f32();
+    const HostCopy copy(t);
+    const float* x = copy.f32();
     for (int64_t i = 0; i < t.size(); ++i) sum += decay ? std::exp(x[i]) : 1 / (1 + std::exp(-x[i]));
     auto it = std::find_if(gates.begin(), gates.end(), [&](const GateHealth& g) { return g.layer == layer; });
     if (it == gates.end()) gates.push_back({layer, NAN, NAN}), it = gates.end() - 1;
@@ -83,7 +79,7 @@ Trainer::Trainer(Model& model, const TokenFile& file, std::vector<int64_t> docum
       tokenizer_(tokenizer),
       options_(options),
       sampler_(file, std::move(documents), uint64_t(options.seed), options.sequence_length),
-      optimizer_(model.params(), options),
+      optimizer_(model.params(), options, model.params().device()),
       balance_(model, options) {
   file.check_tokenizer(tokenizer);
   K3_CHECK(tokenizer.vocabulary() <= model.config().vocab_size, "[train] the tokenizer has {} ids but vocab_size is {}", tokenizer.vocabulary(),
@@ -132,14 +128,13 @@ StepReport Trainer::step(bool with_gates) {
     Forecast f = forecast(b.batch);
     r.forecast_bytes = std::max(r.forecast_bytes, f.bytes), r.flops += f.flops;
   }
-  // Pages are resident only once written, so a larger arena costs nothing until a step needs it.
-  if (!arena_ || arena_->capacity() < r.forecast_bytes) arena_.reset(), arena_ = std::make_unique<Arena>(r.forecast_bytes);
+  make_room(arena_, r.forecast_bytes, model_.params().device());
   arena_->rewind(0), arena_->reset_peak();
 
   model_.params().zero_grads();
   balance_.begin_step();
   GateWatch gates;
-  Context c{.arena = arena_.get(), .observe = true};
+  Context c{.device = arena_->device(), .arena = arena_.get(), .observe = true};
   double sum = 0, mtp_sum = 0;
   int64_t bytes = 0;
   const float weight = counted ? float(1 / double(counted)) : 0.0f,

@@ -1,4 +1,5 @@
 // Mixture of experts, at full width (Kimi-Linear) or in a latent space with a norm (Stable LatentMoE, K3 report eq. 11; model.md 5.4).
+#include "k3/core/gpu.h"
 #include "k3/model/choices.h"
 #include "k3/model/loading.h"
 #include "k3/ops/activation/activation.h"
@@ -63,9 +64,11 @@ class LatentMoe : public Ffn {
     if (!c.observe || c.recomputing || c.device == Device::null) return;
     count_load(r, batch, watch_.load.data());
     if (watch_.histogram.bins) observe(watch_.histogram, r, batch);
-    for (int64_t i = 0, e = r.scores.cols(); watch_.keep_margins && i < r.scores.rows(); ++i)
+    if (!watch_.keep_margins) return;
+    const HostCopy cutoff(r.cutoff), scores(r.scores);
+    for (int64_t i = 0, e = r.scores.cols(); i < r.scores.rows(); ++i)
       for (int64_t j = 0; j < e && (batch.padding.empty() || !batch.padding[size_t(i)]); ++j)
-        watch_.margins.push_back(r.cutoff.f32()[i] - r.scores.f32()[i * e + j]);
+        watch_.margins.push_back(cutoff.f32()[i] - scores.f32()[i * e + j]);
   }
 
   int64_t layer_;

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "k3/core/gpu.h"
 #include "k3/model/choices.h"
 #include "k3/ops/activation/activation.h"
 #include "k3/ops/attention/attention.h"
@@ -64,8 +65,7 @@ class Mla : public Mixer {
     Tensor largest = watch ? c.arena->lend(DType::f32, {shape_.heads}) : Tensor();
     Var o = mla_attention(q, latent, k_pe, kv_b_proj_, shape_, batch, state ? &static_cast<LatentState*>(state)->cache : nullptr,
                           watch ? &largest : nullptr);
-    if (watch && largest.has_data())
-      for (size_t h = 0; h < clip_.max_logits.size(); ++h) clip_.max_logits[h] = std::max(clip_.max_logits[h], largest.f32()[h]);
+    if (watch && largest.has_data()) watch_logits(HostCopy(largest).f32());
     if (g_proj_) {
       Var gate = linear(x, *g_proj_);
       c.record("output_gate." + std::to_string(layer_), gate.value());
@@ -80,6 +80,10 @@ class Mla : public Mixer {
   QkClip* qk_clip() override { return &clip_; }
 
  private:
+  void watch_logits(const float* largest) {
+    for (size_t h = 0; h < clip_.max_logits.size(); ++h) clip_.max_logits[h] = std::max(clip_.max_logits[h], largest[h]);
+  }
+
   int64_t layer_;
   MlaShape shape_;
   Param *q_a_proj_, *q_a_layernorm_;

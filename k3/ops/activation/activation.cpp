@@ -1,7 +1,9 @@
 #include "k3/ops/activation/activation.h"
 
 #include "k3/core/error.h"
+#include "k3/core/gpu.h"
 #include "k3/core/threads.h"
+#include "k3/ops/activation/elementwise_cuda.h"
 #include "k3/tape/tape.h"
 
 namespace k3 {
@@ -20,7 +22,7 @@ void in_blocks(const cpu::ElementArgs& all, Element kernel) {
 }
 
 // y = f(x) or f(x, g), element by element; `flops` of one element forward, about twice that backward.
-Var elementwise(const char* name, Var x, Var g, double flops, Element forward, Element backward) {
+Var elementwise(const char* name, Var x, Var g, double flops, Element forward, Element backward, cuda::Element on_gpu) {
   Context& c = x.context();
   if (!g.empty()) K3_CHECK(g.size() == x.size(), "[{}] the second input has {} values but the first has {}", name, g.size(), x.size());
   Var y(c, DType::f32, x.value().shape());
@@ -29,11 +31,17 @@ Var elementwise(const char* name, Var x, Var g, double flops, Element forward, E
   double n = double(a.n), inputs = g.empty() ? 1 : 2;
   c.cost(name, {.flops = flops * n, .bytes = 4 * n * (inputs + 1)});
   if (c.device == Device::cpu) in_blocks(a, forward);
+  if constexpr (gpu::kBuilt) {
+    if (c.device == Device::cuda) gpu::check(cuda::element_forward(on_gpu, a, gpu::stream()));
+  }
   on_backward(y, [=, &c] {
     cpu::ElementArgs b = a;
     b.dy = y.grad().f32(), b.dx = x.grad().f32(), b.dg = g.empty() ? nullptr : g.grad().f32();
     c.cost(name, {.flops = 2 * flops * n, .bytes = 4 * n * (3 * inputs + 1)});
     if (c.device == Device::cpu) in_blocks(b, backward);
+    if constexpr (gpu::kBuilt) {
+      if (c.device == Device::cuda) gpu::check(cuda::element_backward(on_gpu, b, gpu::stream()));
+    }
   });
   return y;
 }
@@ -47,11 +55,14 @@ void in_blocks(const cpu::GluArgs& all, void (*kernel)(const cpu::GluArgs&)) {
 
 }  // namespace
 
-Var add(Var a, Var b) { return elementwise("add", a, b, 1, cpu::activation().add_forward, cpu::activation().add_backward); }
-Var silu(Var x) { return elementwise("silu", x, {}, 5, cpu::activation().silu_forward, cpu::activation().silu_backward); }
-Var sigmoid(Var x) { return elementwise("sigmoid", x, {}, 4, cpu::activation().sigmoid_forward, cpu::activation().sigmoid_backward); }
+Var add(Var a, Var b) { return elementwise("add", a, b, 1, cpu::activation().add_forward, cpu::activation().add_backward, cuda::Element::add); }
+Var silu(Var x) { return elementwise("silu", x, {}, 5, cpu::activation().silu_forward, cpu::activation().silu_backward, cuda::Element::silu); }
+Var sigmoid(Var x) {
+  return elementwise("sigmoid", x, {}, 4, cpu::activation().sigmoid_forward, cpu::activation().sigmoid_backward, cuda::Element::sigmoid);
+}
 Var sigmoid_gate(Var o, Var g) {
-  return elementwise("sigmoid_gate", o, g, 5, cpu::activation().sigmoid_gate_forward, cpu::activation().sigmoid_gate_backward);
+  return elementwise("sigmoid_gate", o, g, 5, cpu::activation().sigmoid_gate_forward, cpu::activation().sigmoid_gate_backward,
+                     cuda::Element::sigmoid_gate);
 }
 
 Var glu(Var gate, Var up, const Activation& activation) {
@@ -65,11 +76,17 @@ Var glu(Var gate, Var up, const Activation& activation) {
   double n = double(a.n), flops = activation.kind == Activation::Kind::situ ? 16 : 6;
   c.cost("glu", {.flops = flops * n, .bytes = 12 * n});
   if (c.device == Device::cpu) in_blocks(a, cpu::activation().glu_forward);
+  if constexpr (gpu::kBuilt) {
+    if (c.device == Device::cuda) gpu::check(cuda::glu_forward(a, gpu::stream()));
+  }
   on_backward(y, [=, &c] {
     cpu::GluArgs b = a;
     b.dy = y.grad().f32(), b.dgate = gate.grad().f32(), b.dup = up.grad().f32();
     c.cost("glu", {.flops = 2 * flops * n, .bytes = 28 * n});
     if (c.device == Device::cpu) in_blocks(b, cpu::activation().glu_backward);
+    if constexpr (gpu::kBuilt) {
+      if (c.device == Device::cuda) gpu::check(cuda::glu_backward(b, gpu::stream()));
+    }
   });
   return y;
 }

@@ -196,5 +196,30 @@ TEST(activation, other_sizes_and_bounds_are_refused) {
   EXPECT_THAT([&] { glu(a, a, {Kind::clipped, 4, 25, -1}); }, testing::throws_error("[glu] the clip limit must be above 0, not -1"));
 }
 
+TEST(activation, cuda_equals_cpu) {
+  for (int64_t n : {1, 5, 255, 20001}) {
+    Values a(n, 1, 3), b(n, 2, 12), dy(n, 3);
+    for (const Activation& unit : kUnits)
+      testing::expect_cuda_equals_cpu(2 * kTolerance, [&](testing::Step& step) {
+        Var g = step.input(a, {1, n}), u = step.input(b, {1, n}), y = glu(g, u, unit);
+        step.backward(y, dy);
+        return std::vector<Tensor>{y.value(), g.grad(), u.grad()};
+      });
+    testing::expect_cuda_equals_cpu(2 * kTolerance, [&](testing::Step& step) {
+      Var x = step.input(a, {1, n}), g = step.input(b, {1, n}), y = add(add(sigmoid_gate(x, g), silu(x)), sigmoid(g));
+      step.backward(y, dy);
+      return std::vector<Tensor>{y.value(), x.grad(), g.grad()};
+    });
+  }
+  // the extremes of the CPU's test: saturated gates
+  Values big({-1e30f, -200, -88, 0, 88, 200, 1e30f}), ones({1, 1, 1, 1, 1, 1, 1});
+  for (const Activation& unit : kUnits)
+    testing::expect_cuda_equals_cpu(2 * kTolerance, [&](testing::Step& step) {
+      Var g = step.input(big, {1, 7}), u = step.input(ones, {1, 7}), y = glu(g, u, unit);
+      step.backward(y, ones);
+      return std::vector<Tensor>{y.value(), g.grad(), u.grad()};
+    });
+}
+
 }  // namespace
 }  // namespace k3

@@ -3,6 +3,7 @@
 #include <cstring>
 
 #include "k3/core/error.h"
+#include "k3/core/gpu.h"
 #include "k3/ops/attention/attention_kernels.h"
 
 namespace k3 {
@@ -35,7 +36,7 @@ void TokenCache::extend(int64_t slot, int64_t n) {
   Slot& s = at(slot);
   if (n > 0 && s.tokens % kBlockTokens && s.blocks.back().use_count() > 1) {
     auto own = new_block();
-    if (own->data()) std::memcpy(own->data(), s.blocks.back()->data(), own->bytes());
+    copy_values(own->view(DType::u8, {int64_t(own->bytes())}), s.blocks.back()->view(DType::u8, {int64_t(own->bytes())}));
     s.blocks.back() = std::move(own);
   }
   while (int64_t(s.blocks.size()) * kBlockTokens < s.tokens + n) s.blocks.push_back(new_block());
@@ -45,7 +46,7 @@ void TokenCache::extend(int64_t slot, int64_t n) {
 void TokenCache::save(int64_t slot, Blob& to) const {
   const Slot& s = at(slot);
   to.put_value(name_.c_str(), s.tokens);
-  for (const auto& b : s.blocks) to.put("block", b->data(), b->bytes());
+  for (const auto& b : s.blocks) to.put("block", HostCopy(b->view(DType::u8, {int64_t(b->bytes())})).tensor().data(), b->bytes());
 }
 
 void TokenCache::load(int64_t slot, Blob& from) {
@@ -54,7 +55,9 @@ void TokenCache::load(int64_t slot, Blob& from) {
   K3_CHECK(s.tokens >= 0 && s.tokens < int64_t(1) << 40, "[attention] a saved {} says {} tokens: the bytes are damaged", name_, s.tokens);
   for (int64_t i = 0; i * kBlockTokens < s.tokens; ++i) {
     s.blocks.push_back(new_block());
-    from.get("block", s.blocks.back()->data(), s.blocks.back()->bytes());
+    std::vector<char> bytes(s.blocks.back()->bytes());
+    from.get("block", bytes.data(), bytes.size());
+    write(s.blocks.back()->view(DType::u8, {int64_t(bytes.size())}), bytes.data());
   }
   at(slot) = std::move(s);
 }

@@ -4,6 +4,10 @@
 #include <cstring>
 
 #include "k3/core/error.h"
+#include "k3/core/listed.h"
+#include "k3/ops/attention/attention_float_cuda.h"
+#include "k3/ops/attention/attention_narrow_cuda.h"
+#include "k3/ops/linear/blas_cuda.h"
 #include "k3/tape/tape.h"
 
 namespace k3 {
@@ -26,6 +30,7 @@ AttentionPlan::AttentionPlan(const Batch& batch, int64_t group, TokenCache* cach
     for (int64_t i = batch.begin(s); i < batch.begin(s + 1); ++i)
       if (batch.padding.empty() || !batch.padding[i]) rows.push_back(int32_t(i));
     q.queries = int64_t(rows.size()) - q.rows_at;
+    longest = std::max(longest, q.queries);
     if (cache) {
       q.first = cache->tokens(batch.slots[s]);
       cache->extend(batch.slots[s], q.queries);
@@ -47,15 +52,19 @@ void AttentionPlan::lend_blocks(Scratch& scratch, const cpu::KeyTiles& tiles) {
     for (size_t i = 0; i < blocks.size(); ++i) blocks[i] = all.f32() + int64_t(i) * tiles.floats();
 }
 
-void AttentionPlan::fill(cpu::AttentionArgs& a) const {
-  a.rows = rows.data(), a.blocks = blocks.data();
-  a.sequences = sequences.data(), a.sequence_count = int64_t(sequences.size());
-  a.query_tiles = query_tiles.data(), a.query_tile_count = int64_t(query_tiles.size());
+void AttentionPlan::fill(cpu::AttentionArgs& a, Device device, Scratch& scratch) const {
+  a.rows = listed(device, scratch, rows), a.blocks = listed(device, scratch, blocks);
+  a.sequences = listed(device, scratch, sequences), a.sequence_count = int64_t(sequences.size());
+  a.query_tiles = listed(device, scratch, query_tiles), a.query_tile_count = int64_t(query_tiles.size());
 }
 
 void clear_padding(const Tensor& y, const Batch& batch) {
-  for (int64_t i = 0; i < int64_t(batch.padding.size()); ++i)
-    if (batch.padding[i]) std::memset(y.row_range(i, i + 1).data(), 0, size_t(y.cols()) * sizeof(float));
+  for (int64_t i = 0; i < int64_t(batch.padding.size()); ++i) {
+    if (!batch.padding[i]) continue;
+    const Tensor row = y.row_range(i, i + 1);
+    if (y.device() == Device::cpu) std::memset(row.data(), 0, row.bytes());
+    if (y.device() == Device::cuda) gpu::clear(row.data(), row.bytes());
+  }
 }
 
 void check_attention_call(const char* name, const Context& c, int64_t tokens, int64_t heads, int64_t key_dim, int64_t value_dim, const Batch& batch,
@@ -76,6 +85,21 @@ void check_attention_call(const char* name, const Context& c, int64_t tokens, in
   K3_CHECK(twice == slots.end(), "[{}] two sequences of the batch have slot {}", name, *twice);
 }
 
+// The arguments of the tensor units' kernels: bfloat16 copies of all that is multiplied.
+static cuda::AttentionNarrowArgs narrowed(const Expanded& e, const cpu::AttentionArgs& a, int64_t longest, bool dense, Scratch& scratch) {
+  auto copy = [&](const float* from, int64_t n) {
+    Tensor t = scratch.lend(DType::bf16, {n});
+    if constexpr (gpu::kBuilt) gpu::check(cuda::narrow(from, t.data(), n, gpu::stream()));
+    return t.as<bf16>();
+  };
+  cuda::AttentionNarrowArgs p{a, copy(e.q.f32(), e.q.size()), nullptr, nullptr, nullptr, nullptr, longest, dense};
+  const bf16 *keys = copy(e.keys.f32(), e.keys.size()), *values = e.values.f32() == e.keys.f32() ? keys : copy(e.values.f32(), e.values.size());
+  p.keys = keys, p.values = values + e.values_at;
+  if (!e.shared.empty()) p.shared = copy(e.shared.f32(), e.shared.size());
+  if (a.dy) p.dy = copy(a.dy, a.tokens * a.tiles.kv_heads * a.group * a.tiles.value);
+  return p;
+}
+
 void expanded_attention(const Expanded& e, const Var& y, const Batch& batch, TokenCache* cache, Tensor* max_logit) {
   Context& c = y.context();
   const int64_t tokens = e.q.rows(), heads = e.tiles.kv_heads * e.group;
@@ -88,18 +112,31 @@ void expanded_attention(const Expanded& e, const Var& y, const Batch& batch, Tok
   a.keys = e.keys.f32(), a.key_stride = e.keys.cols(), a.key_head_stride = e.key_head_stride;
   a.values = e.values.f32() + e.values_at, a.value_stride = e.values.cols(), a.value_head_stride = e.value_head_stride;
   if (!e.shared.empty()) a.shared = e.shared.f32(), a.shared_stride = e.shared.cols();
+  bool narrow = false, dense = int64_t(plan.rows.size()) == tokens;
+  if constexpr (gpu::kBuilt) narrow = c.device == Device::cuda && c.bf16_products && !cache && cuda::attention_narrow_serves(a);
   {
     Scratch scratch(*c.arena);
     a.m = scratch.lend(DType::f32, {tokens, heads}).f32();
     a.l = c.tape ? lse.f32() : scratch.lend(DType::f32, {tokens, heads}).f32();
-    if (!cache) plan.lend_blocks(scratch, e.tiles);
-    plan.fill(a);
+    if (!cache && !narrow) plan.lend_blocks(scratch, e.tiles);
+    plan.fill(a, c.device, scratch);
     if (c.device == Device::cpu) {
       cpu::attention().append(a);
       cpu::attention().forward(a, 0, INT64_MAX);
       if (max_logit) cpu::attention().max_logit(a, max_logit->f32());
-      clear_padding(y.value(), batch);
     }
+    if constexpr (gpu::kBuilt) {
+      if (c.device == Device::cuda) {
+        if (narrow) {
+          gpu::check(cuda::attention_narrow_forward(narrowed(e, a, plan.longest, dense, scratch), gpu::stream()));
+        } else {
+          gpu::check(cuda::attention_append(a, plan.longest, gpu::stream()));
+          gpu::check(cuda::attention_forward(a, plan.longest, 0, INT64_MAX, gpu::stream()));
+        }
+        if (max_logit) gpu::check(cuda::attention_max_logit(a, int64_t(plan.rows.size()), max_logit->f32(), gpu::stream()));
+      }
+    }
+    clear_padding(y.value(), batch);
   }
   const double key_dim = double(e.tiles.own + e.tiles.shared), value_dim = double(e.tiles.value);
   const double flops = 2 * plan.pairs * double(heads) * (key_dim + value_dim);
@@ -115,8 +152,13 @@ void expanded_attention(const Expanded& e, const Var& y, const Batch& batch, Tok
     Scratch scratch(*c.arena);
     b.d = scratch.lend(DType::f32, {tokens, heads}).f32();
     if (!e.shared.empty()) b.dshared = scratch.lend_zeroed(DType::f32, {e.tiles.kv_heads, tokens, e.tiles.shared}).f32();
-    plan.fill(b);
+    plan.fill(b, c.device, scratch);
     if (c.device == Device::cpu) cpu::attention().backward(b);
+    if constexpr (gpu::kBuilt) {
+      if (c.device == Device::cuda)
+        gpu::check(narrow ? cuda::attention_narrow_backward(narrowed(e, b, plan.longest, dense, scratch), gpu::stream())
+                          : cuda::attention_backward(b, plan.longest, gpu::stream()));
+    }
     c.cost(e.name, {.flops = 2 * plan.pairs * double(heads) * (3 * key_dim + 2 * value_dim), .bytes = 2 * bytes});
   });
 }

@@ -15,11 +15,12 @@ struct AttentionPlan {
   std::vector<cpu::AttentionSequence> sequences;
   std::vector<cpu::QueryTile> query_tiles;
   std::vector<float*> blocks;
-  double pairs = 0;  // (query token, key) pairs that are attended to
+  double pairs = 0;     // (query token, key) pairs that are attended to
+  int64_t longest = 0;  // the most queries of a sequence
 
   AttentionPlan(const Batch& batch, int64_t group, TokenCache* cache);
-  void lend_blocks(Scratch& scratch, const cpu::KeyTiles& tiles);  // when there is no cache
-  void fill(cpu::AttentionArgs& a) const;
+  void lend_blocks(Scratch& scratch, const cpu::KeyTiles& tiles);           // when there is no cache
+  void fill(cpu::AttentionArgs& a, Device device, Scratch& scratch) const;  // the lists, where that device's kernels read them
 };
 std::vector<cpu::QueryTile> query_tiles(const std::vector<cpu::AttentionSequence>& sequences, int64_t group);
 

@@ -2,8 +2,10 @@
 #include <cstring>
 
 #include "k3/core/error.h"
+#include "k3/core/listed.h"
 #include "k3/ops/attention/absorbed_kernels.h"
 #include "k3/ops/attention/attention.h"
+#include "k3/ops/attention/attention_float_cuda.h"
 #include "k3/ops/attention/expanded.h"
 #include "k3/ops/linear/linear.h"
 #include "k3/tape/tape.h"
@@ -48,8 +50,11 @@ void expand_sequence(const AttentionPlan& plan, const cpu::AttentionSequence& se
   one[0].blocks_at = 0;
   auto tiles = query_tiles(one, 1);
   std::vector<float*> blocks(size_t((keys + kKeyTile - 1) / kKeyTile));
-  a.sequences = one.data(), a.sequence_count = 1, a.query_tiles = tiles.data(), a.query_tile_count = int64_t(tiles.size());
-  a.rows = plan.rows.data(), a.blocks = blocks.data();
+  Scratch lists(*c.arena);
+  float* const* cached = listed(c.device, lists, plan.blocks) + sequence.blocks_at;
+  a.sequences = listed(c.device, lists, one), a.sequence_count = 1;
+  a.query_tiles = listed(c.device, lists, tiles), a.query_tile_count = int64_t(tiles.size());
+  a.rows = listed(c.device, lists, plan.rows);
   for (int64_t t0 = 0; t0 < int64_t(blocks.size()); t0 += kExpandTiles) {
     const int64_t t1 = std::min<int64_t>(t0 + kExpandTiles, int64_t(blocks.size())), n = std::min(keys, t1 * kKeyTile) - t0 * kKeyTile;
     Scratch scratch(*c.arena);
@@ -57,25 +62,38 @@ void expand_sequence(const AttentionPlan& plan, const cpu::AttentionSequence& se
     Tensor room = scratch.lend(DType::f32, {t1 - t0, a.tiles.floats()});
     for (int64_t t = t0; t < t1 && room.has_data(); ++t) {
       blocks[t] = room.f32() + (t - t0) * a.tiles.floats();
-      for (int64_t i = 0; i < std::min(kKeyTile, keys - t * kKeyTile); ++i) {
-        const float* from = plan.blocks[sequence.blocks_at + t] + i * width;
+      for (int64_t i = 0; i < std::min(kKeyTile, keys - t * kKeyTile) && c.device == Device::cpu; ++i) {
+        const float* from = cached[t] + i * width;
         int64_t row = (t - t0) * kKeyTile + i;
         std::memcpy(latents.f32() + row * s.rank, from, size_t(s.rank) * sizeof(float));
         std::memcpy(shared.f32() + row * s.rope, from + s.rank, size_t(s.rope) * sizeof(float));
       }
     }
+    if constexpr (gpu::kBuilt) {
+      if (c.device == Device::cuda)
+        gpu::check(cuda::latent_gather(cached, t0 * kKeyTile, n, latents.f32(), s.rank, shared.f32(), s.rope, gpu::stream()));
+    }
     Var kv = linear(latents, kv_b);
-    if (c.device != Device::cpu) continue;
+    if (c.device == Device::null) continue;
     std::vector<int32_t> rows(static_cast<size_t>(n));
     for (int64_t i = 0; i < n; ++i) rows[i] = int32_t(i);
-    cpu::AttentionSequence group{0, n, t0 * kKeyTile, 0};
+    std::vector<cpu::AttentionSequence> group{{0, n, t0 * kKeyTile, 0}};
+    a.blocks = listed(c.device, scratch, blocks);
     cpu::AttentionArgs b = a;
-    b.rows = rows.data(), b.sequences = &group, b.tokens = n;
+    b.rows = listed(c.device, scratch, rows), b.sequences = listed(c.device, scratch, group), b.tokens = n;
     b.keys = kv.f32(), b.values = kv.f32() + s.nope, b.key_stride = b.value_stride = kv.cols();
     b.key_head_stride = b.value_head_stride = s.nope + s.value;
     b.shared = shared.f32(), b.shared_stride = s.rope;
-    cpu::attention().append(b);
-    cpu::attention().forward(a, t0, t1);
+    if (c.device == Device::cpu) {
+      cpu::attention().append(b);
+      cpu::attention().forward(a, t0, t1);
+    }
+    if constexpr (gpu::kBuilt) {
+      if (c.device == Device::cuda) {
+        gpu::check(cuda::attention_append(b, n, gpu::stream()));
+        gpu::check(cuda::attention_forward(a, sequence.queries, t0, t1, gpu::stream()));
+      }
+    }
   }
 }
 
@@ -105,9 +123,10 @@ void absorbed_attention(const AttentionPlan& plan, const std::vector<cpu::Attent
   Scratch scratch(*c.arena);
   cpu::AbsorbedArgs a{};
   a.heads = s.heads, a.nope = s.nope, a.rope = s.rope, a.value = s.value, a.rank = s.rank, a.scale = s.scale;
-  a.rows = rows.data(), a.token_count = int64_t(rows.size());
-  a.sequences = sequences.data(), a.items = items.data(), a.item_count = int64_t(items.size()), a.first_chunk_items = first_chunk_items;
-  a.blocks = plan.blocks.data();
+  a.rows = listed(c.device, scratch, rows), a.token_count = int64_t(rows.size());
+  a.sequences = listed(c.device, scratch, sequences), a.items = listed(c.device, scratch, items);
+  a.item_count = int64_t(items.size()), a.first_chunk_items = first_chunk_items;
+  a.blocks = listed(c.device, scratch, plan.blocks);
   a.q = q.f32(), a.kv_b = kv_b.value.data(), a.kv_b_is_bf16 = kv_b.value.dtype() == DType::bf16;
   a.q_latent = scratch.lend(DType::f32, {a.token_count, s.heads, s.rank + s.rope}).f32();
   a.partial = scratch.lend(DType::f32, {partial_rows, s.rank}).f32();
@@ -115,6 +134,9 @@ void absorbed_attention(const AttentionPlan& plan, const std::vector<cpu::Attent
   a.partial_l = scratch.lend(DType::f32, {partial_rows}).f32();
   a.m = m, a.y = y.f32();
   if (c.device == Device::cpu) cpu::absorbed().forward(a);
+  if constexpr (gpu::kBuilt) {
+    if (c.device == Device::cuda) gpu::check(cuda::absorbed_forward(a, gpu::stream()));
+  }
 }
 
 }  // namespace
@@ -152,7 +174,11 @@ Var mla_attention(Var q, Var c, Var k_pe, Param& kv_b, const MlaShape& s, const 
   a.tiles = tiles_of(s), a.tokens = q.rows(), a.group = 1, a.scale = s.scale, a.q = q.f32(), a.y = y.f32();
   a.m = scratch.lend(DType::f32, {q.rows(), s.heads}).f32();
   a.l = scratch.lend(DType::f32, {q.rows(), s.heads}).f32();
+  plan.fill(a, context.device, scratch);
   if (context.device == Device::cpu) append_latents(plan, s, c.f32(), k_pe.f32());
+  if constexpr (gpu::kBuilt) {
+    if (context.device == Device::cuda) gpu::check(cuda::latent_append(a, plan.longest, c.f32(), s.rank, k_pe.f32(), s.rope, gpu::stream()));
+  }
   std::vector<cpu::AttentionSequence> absorbed;
   double flops = 0, bytes = 4.0 * double(q.size() + y.size() + c.size() + k_pe.size());
   for (const auto& sequence : plan.sequences) {
@@ -173,11 +199,12 @@ Var mla_attention(Var q, Var c, Var k_pe, Param& kv_b, const MlaShape& s, const 
     absorbed_attention(plan, absorbed, s, q, kv_b, y, a.m);
     bytes += double(kv_b.value.bytes());
   }
-  if (context.device == Device::cpu) {
-    plan.fill(a);
-    if (max_logit) cpu::attention().max_logit(a, max_logit->f32());
-    clear_padding(y.value(), batch);
+  if (max_logit && context.device == Device::cpu) cpu::attention().max_logit(a, max_logit->f32());
+  if constexpr (gpu::kBuilt) {
+    if (max_logit && context.device == Device::cuda)
+      gpu::check(cuda::attention_max_logit(a, int64_t(plan.rows.size()), max_logit->f32(), gpu::stream()));
   }
+  clear_padding(y.value(), batch);
   context.cost("mla_attention", {.flops = flops, .bytes = bytes});
   return y;
 }

@@ -32,6 +32,17 @@ TEST(concat, of_itself_adds_both_gradients) {
     for (int64_t i = 0; i < 2; ++i) EXPECT_EQ(a.grad().f32()[n * 2 + i], dy[n * 4 + i] + dy[n * 4 + 2 + i]);
 }
 
+TEST(concat, cuda_equals_cpu) {
+  for (auto [n, p, q] : {std::array<int64_t, 3>{3, 2, 5}, {100, 37, 8}, {0, 3, 4}}) {
+    Values va(n * p, 1), vb(n * q, 2), dy(n * (p + q), 3);
+    testing::expect_cuda_equals_cpu(0, [&, n = n, p = p, q = q](testing::Step& step) {
+      Var a = step.input(va, {n, p}), b = step.input(vb, {n, q}), y = concat(a, b);
+      step.backward(y, dy);
+      return std::vector<Tensor>{y.value(), a.grad(), b.grad()};
+    });
+  }
+}
+
 TEST(concat, different_rows_are_named) {
   testing::Step step;
   Var a = step.input(Values(4, 1), {2, 2}), b = step.input(Values(3, 1), {3, 1});

@@ -4,7 +4,9 @@
 #include <cstring>
 
 #include "k3/core/error.h"
+#include "k3/core/gpu.h"
 #include "k3/core/threads.h"
+#include "k3/ops/conv/conv_float_cuda.h"
 #include "k3/ops/conv/conv_kernels.h"
 #include "k3/tape/tape.h"
 
@@ -29,8 +31,7 @@ void ConvState::copy(int64_t to, int64_t from) {
   check(to), check(from);
   if (to == from) return;
   at_[to] = at_[from];
-  if (buffer_.device() == Device::cpu)
-    std::memcpy(buffer_.data() + to * bytes_per_slot(), buffer_.data() + from * bytes_per_slot(), bytes_per_slot());
+  copy_values(rows().row_range(to * history(), (to + 1) * history()), rows().row_range(from * history(), (from + 1) * history()));
 }
 
 void ConvState::advance(int64_t slot, int64_t n) {
@@ -53,20 +54,18 @@ void ConvState::drop(int64_t slot, int64_t n) {
 // Only the rows that belong to the sequence: a slot's former owner never travels with it.
 void ConvState::save(int64_t slot, Blob& blob) const {
   check(slot);
-  K3_CHECK(buffer_.device() == Device::cpu, "[conv state] only a state in the memory of the CPU can be saved");
   const Span& s = at_[slot];
   blob.put_value("conv.channels", channels_), blob.put_value("conv.width", width_);
   blob.put_value("conv.first", s.first), blob.put_value("conv.count", s.count);
   std::vector<float> rows(size_t((s.count - s.first) * channels_));
-  const float* data = reinterpret_cast<const float*>(buffer_.data());
+  const HostCopy all(this->rows().row_range(slot * history(), (slot + 1) * history()));
   for (int64_t p = s.first; p < s.count; ++p)
-    std::memcpy(rows.data() + (p - s.first) * channels_, data + row(slot, p) * channels_, size_t(channels_) * sizeof(float));
+    std::memcpy(rows.data() + (p - s.first) * channels_, all.f32() + p % history() * channels_, size_t(channels_) * sizeof(float));
   blob.put("conv.rows", rows.data(), rows.size() * sizeof(float));
 }
 
 void ConvState::load(int64_t slot, Blob& blob) {
   check(slot);
-  K3_CHECK(buffer_.device() == Device::cpu, "[conv state] only a state in the memory of the CPU can be loaded");
   auto channels = blob.get_value<int64_t>("conv.channels"), width = blob.get_value<int64_t>("conv.width");
   K3_CHECK(channels == channels_ && width == width_, "[conv state] the bytes are of {} channels and width {}, this model has {} and {}", channels,
            width, channels_, width_);
@@ -76,9 +75,7 @@ void ConvState::load(int64_t slot, Blob& blob) {
            "[conv state] tokens {} to {} make no state of width {}: the bytes are damaged", s.first, s.count, width_);
   std::vector<float> rows(size_t((s.count - s.first) * channels_));
   blob.get("conv.rows", rows.data(), rows.size() * sizeof(float));
-  float* data = reinterpret_cast<float*>(buffer_.data());
-  for (int64_t p = s.first; p < s.count; ++p)
-    std::memcpy(data + row(slot, p) * channels_, rows.data() + (p - s.first) * channels_, size_t(channels_) * sizeof(float));
+  for (int64_t p = s.first; p < s.count; ++p) write(this->rows().row_range(row(slot, p), row(slot, p) + 1), rows.data() + (p - s.first) * channels_);
   at_[slot] = s;
 }
 
@@ -111,17 +108,30 @@ void find_taps(const Batch& batch, const ConvState* state, int64_t width, int32_
 
 // The new tokens' inputs go to their rows of the state; only after every output has been made, for they overwrite older ones.
 void remember(const Batch& batch, const Var& x, ConvState& state) {
-  parallel_for(batch.sequences(), [&](int64_t s) {
+  std::vector<int32_t> moves;  // row of the state, row of x
+  for (int64_t s = 0; s < batch.sequences(); ++s) {
     int64_t slot = batch.slots[s], n = 0, real = 0;
     for (int64_t i = batch.begin(s); i < batch.begin(s + 1); ++i) real += !is_padding(batch, i);
-    int64_t count = state.tokens(slot), d = x.cols();
-    for (int64_t i = batch.begin(s); x.value().device() == Device::cpu && i < batch.begin(s + 1); ++i) {
+    int64_t count = state.tokens(slot);
+    for (int64_t i = batch.begin(s); i < batch.begin(s + 1); ++i) {
       if (is_padding(batch, i)) continue;
-      if (real - n <= state.history()) std::memcpy(state.rows().f32() + state.row(slot, count + n) * d, x.f32() + i * d, size_t(d) * sizeof(float));
+      if (real - n <= state.history()) moves.push_back(int32_t(state.row(slot, count + n))), moves.push_back(int32_t(i));
       ++n;
     }
     state.advance(slot, real);
-  });
+  }
+  const int64_t d = x.cols(), n = int64_t(moves.size() / 2);
+  if (x.value().device() == Device::cpu)
+    parallel_for(n, [&](int64_t i) {
+      std::memcpy(state.rows().f32() + moves[size_t(2 * i)] * d, x.f32() + moves[size_t(2 * i + 1)] * d, size_t(d) * sizeof(float));
+    });
+  if constexpr (gpu::kBuilt) {
+    if (x.value().device() != Device::cuda) return;
+    Scratch scratch(*x.context().arena);
+    Tensor there = scratch.lend(DType::i32, {2 * n});
+    write(there, moves.data());
+    gpu::check(cuda::conv_remember(x.f32(), state.rows().f32(), d, there.i32(), n, gpu::stream()));
+  }
 }
 
 void check_batch(const Var& x, const Batch& batch, const ConvState* state, int64_t width) {
@@ -160,6 +170,14 @@ Var conv_silu(Var x, Param& w, const Batch& batch, ConvState* state) {
     find_taps(batch, state, width, taps.i32());
     cpu::conv().conv_silu_forward(a);
   }
+  if constexpr (gpu::kBuilt) {
+    if (c.device == Device::cuda) {
+      std::vector<int32_t> found(size_t(rows * width));
+      find_taps(batch, state, width, found.data());
+      write(taps, found.data());
+      gpu::check(cuda::conv_silu_forward(a, gpu::stream()));
+    }
+  }
   if (state) remember(batch, x, *state);
   double n = double(rows * channels), flops = 2.0 * double(width) + 5, bytes = 8 * n + 4.0 * double(w.value.size());
   c.cost("conv_silu", {.flops = flops * n, .bytes = bytes + (state ? 4 * n : 0)});
@@ -169,6 +187,11 @@ Var conv_silu(Var x, Param& w, const Batch& batch, ConvState* state) {
     b.dy = y.grad().f32(), b.dx = x.grad().f32(), b.dw = w.grad.empty() ? nullptr : w.grad.f32();
     c.cost("conv_silu", {.flops = 3 * flops * n, .bytes = 2 * bytes + 4 * n});
     if (c.device == Device::cpu) cpu::conv().conv_silu_backward(b);
+    if constexpr (gpu::kBuilt) {
+      if (c.device != Device::cuda) return;
+      Scratch scratch(*c.arena);
+      gpu::check(cuda::conv_silu_backward(b, scratch.lend(DType::i32, {rows, width}).i32(), gpu::stream()));
+    }
   });
   return y;
 }

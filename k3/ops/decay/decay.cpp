@@ -1,6 +1,8 @@
 #include "k3/ops/decay/decay.h"
 
 #include "k3/core/error.h"
+#include "k3/core/gpu.h"
+#include "k3/ops/decay/decay_cuda.h"
 #include "k3/ops/decay/decay_kernels.h"
 #include "k3/tape/tape.h"
 
@@ -9,7 +11,7 @@ namespace k3 {
 namespace {
 
 Var decay(const char* name, Var z, Param& A_log, Param& dt_bias, int64_t heads, float lower_bound, void (*forward)(const cpu::DecayArgs&),
-          void (*backward)(const cpu::DecayArgs&)) {
+          void (*backward)(const cpu::DecayArgs&), cuda::Decay on_gpu) {
   Context& c = z.context();
   int64_t width = z.cols();
   K3_CHECK(heads > 0 && width % heads == 0, "[{}] {} columns don't divide into {} heads", name, width, heads);
@@ -25,6 +27,9 @@ Var decay(const char* name, Var z, Param& A_log, Param& dt_bias, int64_t heads, 
     Scratch scratch(*c.arena);
     a.rate = scratch.lend(DType::f32, {width}).f32();
     if (c.device == Device::cpu) forward(a);
+    if constexpr (gpu::kBuilt) {
+      if (c.device == Device::cuda) gpu::check(cuda::decay_forward(on_gpu, a, gpu::stream()));
+    }
   }
   double n = double(z.size());
   c.cost(name, {.flops = 8 * n, .bytes = 8 * n});
@@ -37,6 +42,9 @@ Var decay(const char* name, Var z, Param& A_log, Param& dt_bias, int64_t heads, 
     b.rate = scratch.lend(DType::f32, {width}).f32(), b.dA_channel = scratch.lend(DType::f32, {width}).f32();
     c.cost(name, {.flops = 16 * n, .bytes = 16 * n});
     if (c.device == Device::cpu) backward(b);
+    if constexpr (gpu::kBuilt) {
+      if (c.device == Device::cuda) gpu::check(cuda::decay_backward(on_gpu, b, gpu::stream()));
+    }
   });
   return g;
 }
@@ -45,11 +53,13 @@ Var decay(const char* name, Var z, Param& A_log, Param& dt_bias, int64_t heads, 
 
 Var bounded_decay(Var z, Param& A_log, Param& dt_bias, int64_t heads, float lower_bound) {
   K3_CHECK(lower_bound < 0, "[bounded_decay] gate_lower_bound must be below 0, not {}", lower_bound);
-  return decay("bounded_decay", z, A_log, dt_bias, heads, lower_bound, cpu::decay().bounded_decay_forward, cpu::decay().bounded_decay_backward);
+  return decay("bounded_decay", z, A_log, dt_bias, heads, lower_bound, cpu::decay().bounded_decay_forward, cpu::decay().bounded_decay_backward,
+               cuda::Decay::bounded);
 }
 
 Var softplus_decay(Var z, Param& A_log, Param& dt_bias, int64_t heads) {
-  return decay("softplus_decay", z, A_log, dt_bias, heads, 0, cpu::decay().softplus_decay_forward, cpu::decay().softplus_decay_backward);
+  return decay("softplus_decay", z, A_log, dt_bias, heads, 0, cpu::decay().softplus_decay_forward, cpu::decay().softplus_decay_backward,
+               cuda::Decay::softplus);
 }
 
 }  // namespace k3

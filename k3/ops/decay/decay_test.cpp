@@ -179,5 +179,20 @@ TEST(decay, what_does_not_fit_is_refused) {
   EXPECT_THAT([&] { bounded_decay(z, a, b, 2, 5); }, testing::throws_error("[bounded_decay] gate_lower_bound must be below 0, not 5"));
 }
 
+TEST(decay, cuda_equals_cpu) {
+  for (auto [rows, heads, dim] : {std::array<int64_t, 3>{1, 1, 1}, {3, 5, 1}, {65, 3, 24}, {130, 40, 1}, {17, 4, 32}, {0, 2, 4}})
+    for (bool bounded : {true, false})
+      for (double scale : {1.5, 60.0}) {  // ordinary gates, and saturated ones
+        const int64_t width = heads * dim;
+        Values z(rows * width, 1, scale), A(heads, 2, 0.5), bias(width, 3), dg(rows * width, 4);
+        testing::expect_cuda_equals_cpu(2 * tolerance(rows * dim), [&, rows = rows, heads = heads](testing::Step& step) {
+          Param &a = step.keep(step.param("A_log", A, {heads})), &b = step.keep(step.param("dt_bias", bias, {width}));
+          Var v = step.input(z, {rows, width}), g = bounded ? bounded_decay(v, a, b, heads, -5) : softplus_decay(v, a, b, heads);
+          step.backward(g, dg);
+          return std::vector<Tensor>{g.value(), v.grad(), a.grad, b.grad};
+        });
+      }
+}
+
 }  // namespace
 }  // namespace k3

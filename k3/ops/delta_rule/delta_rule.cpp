@@ -6,6 +6,8 @@
 #include <utility>
 
 #include "k3/core/error.h"
+#include "k3/core/listed.h"
+#include "k3/ops/delta_rule/delta_rule_float_cuda.h"
 #include "k3/ops/delta_rule/delta_rule_kernels.h"
 #include "k3/tape/tape.h"
 
@@ -18,6 +20,7 @@ constexpr char kLayout[] = "delta_rule: chunk 16, memory panels of 32, key, deca
 // The tokens that exist, sequence by sequence.
 struct Rows {
   std::vector<int32_t> first{0}, tokens, kept{0};  // tokens: empty when all exist
+  int64_t longest = 0;
   Rows(const Batch& batch) {
     bool some = std::find_if(batch.padding.begin(), batch.padding.end(), [](uint8_t p) { return p != 0; }) != batch.padding.end();
     for (int64_t s = 0; s < batch.sequences(); ++s) {
@@ -26,6 +29,7 @@ struct Rows {
           if (!batch.padding[i]) tokens.push_back(int32_t(i));
       first.push_back(int32_t(some ? int64_t(tokens.size()) : batch.cu_seqlens[s + 1]));
       kept.push_back(kept.back() + int32_t(cpu::delta_kept(length(s))));
+      longest = std::max(longest, length(s));
     }
     all_exist = !some;
   }
@@ -39,6 +43,7 @@ DeltaState::DeltaState(const DeltaShape& shape, int64_t slots, Device device)
     : shape_(shape), memory_(size_t(slots) * size_t(bytes_per_slot(shape)), device), tokens_(size_t(slots), 0), open_(size_t(slots), 0) {}
 
 int64_t DeltaState::bytes_per_slot(const DeltaShape& s) { return s.heads * cpu::delta_head_floats(s.key_dim, s.value_dim) * int64_t(sizeof(float)); }
+Tensor DeltaState::whole(int64_t slot) const { return memory_.view(DType::f32, {bytes_per_slot() / 4}, size_t(slot * bytes_per_slot())); }
 float* DeltaState::slot(int64_t i) const { return memory_.data() ? reinterpret_cast<float*>(memory_.data() + i * bytes_per_slot()) : nullptr; }
 
 // The floats of a slot that mean something, as (offset, count): the memory if a chunk was closed, and the open rows.
@@ -54,8 +59,9 @@ void DeltaState::parts(int64_t tokens, int64_t open, F f) const {
 }
 
 void DeltaState::copy(int64_t to, int64_t from) {
-  if (to != from && slot(to))
+  if (to != from && memory_.device() == Device::cpu)
     parts(tokens_[from], open_[from], [&](int64_t at, int64_t n) { std::copy(slot(from) + at, slot(from) + at + n, slot(to) + at); });
+  if (to != from && memory_.device() == Device::cuda) copy_values(whole(to), whole(from));
   tokens_[to] = tokens_[from], open_[to] = open_[from];
 }
 
@@ -68,8 +74,9 @@ bool DeltaState::drop(int64_t slot, int64_t n) {
 void DeltaState::dense(int64_t slot, float* s) const {
   int64_t H = shape_.heads, K = shape_.key_dim, V = shape_.value_dim, k = cpu::delta_k(K), open = open_[slot];
   std::vector<float> memory(size_t(cpu::delta_memory_floats(K, V))), scratch(size_t(17 * k));
+  const HostCopy all(whole(slot));
   for (int64_t h = 0; h < H; ++h) {
-    const float* head = this->slot(slot) + h * cpu::delta_head_floats(K, V);
+    const float* head = all.f32() + h * cpu::delta_head_floats(K, V);
     cpu::delta().memory_now(head, K, V, open, tokens_[slot] > open, memory.data(), scratch.data());
     for (int64_t i = 0; i < K; ++i)
       for (int64_t j = 0; j < V; ++j)
@@ -87,7 +94,8 @@ void DeltaState::save(int64_t slot, Blob& to) const {
     to.put_value(name, value);
   std::vector<float> used;
   used.reserve(1);  // an empty state too has an address
-  parts(tokens_[slot], open_[slot], [&](int64_t at, int64_t n) { used.insert(used.end(), this->slot(slot) + at, this->slot(slot) + at + n); });
+  const HostCopy all(whole(slot));
+  parts(tokens_[slot], open_[slot], [&](int64_t at, int64_t n) { used.insert(used.end(), all.f32() + at, all.f32() + at + n); });
   to.put("delta_rule.state", used.data(), used.size() * sizeof(float));
 }
 
@@ -109,7 +117,7 @@ void DeltaState::load(int64_t slot, Blob& from) {
   from.get("delta_rule.state", used.data(), size_t(size) * sizeof(float));
   const float* next = used.data();
   parts(tokens, open, [&](int64_t at, int64_t n) {
-    std::copy(next, next + n, this->slot(slot) + at);
+    write(Tensor(this->slot(slot) + at, DType::f32, {n}, memory_.device()), next);
     next += n;
   });
   tokens_[slot] = tokens, open_[slot] = open;
@@ -132,7 +140,7 @@ Var delta_rule(Var q, Var k, Var v, Var g, Var beta, const DeltaShape& shape, co
   cpu::DeltaArgs a{};
   a.heads = H, a.key_dim = K, a.value_dim = V, a.scale = shape.scale, a.gate_columns = columns;
   a.q = q.f32(), a.k = k.f32(), a.v = v.f32(), a.g = columns ? g.f32() : nullptr, a.beta = beta.f32();
-  a.sequences = S, a.first = rows->first.data(), a.rows = rows->all_exist ? nullptr : rows->tokens.data();
+  a.sequences = S;
 
   std::vector<float*> slots;
   std::vector<int64_t> read, open;
@@ -149,24 +157,34 @@ Var delta_rule(Var q, Var k, Var v, Var g, Var beta, const DeltaShape& shape, co
       taken[slot] = true;
       slots.push_back(state->slot(slot)), read.push_back(state->tokens_[slot]), open.push_back(state->open_[slot]);
     }
-    a.slots = slots.data(), a.read = read.data(), a.open = open.data();
   }
 
   Var o(c, DType::f32, {N, H * V});
   a.out = o.f32();
   if (c.tape) {
-    a.kept_first = rows->kept.data();
     a.kept = c.arena->lend(DType::f32, {rows->kept[S], H, cpu::delta_memory_floats(K, V)}).f32();
     a.errors = c.arena->lend(DType::f32, {N, H * V}).f32();
   }
-  auto scratch = [&c, tasks = cpu::delta_tasks(S * H)](Scratch& s, int64_t floats) { return s.lend(DType::f32, {tasks, floats}).f32(); };
+  // The lists, where the kernels read them, and room to work in, which the GPU does not need.
+  auto lend = [&c, rows, tasks = cpu::delta_tasks(S * H)](cpu::DeltaArgs& a, Scratch& s, int64_t floats) {
+    a.first = listed(c.device, s, rows->first), a.rows = rows->all_exist ? nullptr : listed(c.device, s, rows->tokens);
+    if (c.tape || a.d_out) a.kept_first = listed(c.device, s, rows->kept);
+    if (c.device != Device::cuda) a.scratch = s.lend(DType::f32, {tasks, floats}).f32();
+  };
   if (Scratch s(*c.arena); true) {
-    a.scratch = scratch(s, cpu::delta_forward_scratch(K, V));
+    lend(a, s, cpu::delta_forward_scratch(K, V));
+    if (state) a.slots = listed(c.device, s, slots), a.read = listed(c.device, s, read), a.open = listed(c.device, s, open);
     if (c.device == Device::cpu) {
       if (!rows->all_exist)
         for (int64_t i = 0; i < N; ++i)
           if (batch.padding[i]) std::memset(a.out + i * H * V, 0, size_t(H * V) * sizeof(float));
       cpu::delta().forward(a);
+    }
+    if constexpr (gpu::kBuilt) {
+      if (c.device == Device::cuda) {
+        if (!rows->all_exist) gpu::clear(a.out, o.value().bytes());
+        gpu::check(cuda::delta_float_forward(a, gpu::stream()));
+      }
     }
   }
 
@@ -192,8 +210,17 @@ Var delta_rule(Var q, Var k, Var v, Var g, Var beta, const DeltaShape& shape, co
     b.dq = q.grad().f32(), b.dk = k.grad().f32(), b.dv = v.grad().f32(), b.dbeta = beta.grad().f32();
     if (columns) b.dg = g.grad().f32();
     Scratch s(*c.arena);
-    b.scratch = scratch(s, cpu::delta_backward_scratch(K, V));
+    lend(b, s, cpu::delta_backward_scratch(K, V));
     if (c.device == Device::cpu) cpu::delta().backward(b);
+    if constexpr (gpu::kBuilt) {
+      if (c.device == Device::cuda) {
+        cuda::DeltaFloatBackward w{b, rows->first[S], rows->longest};
+        w.du = s.lend(DType::f32, {N, H * V}).f32();
+        w.d_kept = s.lend(DType::f32, {rows->kept[S], H, cpu::delta_memory_floats(K, V)}).f32();
+        if (columns == 1) w.dg = s.lend(DType::f32, {N, H * K}).f32();
+        gpu::check(cuda::delta_float_backward(w, gpu::stream()));
+      }
+    }
     c.cost("delta_rule", {.flops = tokens * (13.5 * KV + 10 * C * double(K + V)),
                           .bytes = 4 * (tokens * double(6 * K + 3 * columns + 5 * V + 3) + double(rows->kept[S]) * double(H) * KV)});
   });

@@ -53,6 +53,7 @@ class DeltaState {
  private:
   friend Var delta_rule(Var, Var, Var, Var, Var, const DeltaShape&, const Batch&, DeltaState*);
   float* slot(int64_t i) const;
+  Tensor whole(int64_t slot) const;
   template <class F>
   void parts(int64_t tokens, int64_t open, F f) const;
 

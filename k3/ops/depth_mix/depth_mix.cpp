@@ -1,6 +1,8 @@
 #include "k3/ops/depth_mix/depth_mix.h"
 
 #include "k3/core/error.h"
+#include "k3/core/gpu.h"
+#include "k3/ops/depth_mix/depth_mix_float_cuda.h"
 #include "k3/ops/depth_mix/depth_mix_kernels.h"
 #include "k3/tape/tape.h"
 
@@ -33,6 +35,9 @@ Var depth_mix(const std::vector<Var>& sources, Param& norm_weight, Param& query,
     for (const Var& x : sources) v.push_back(x.f32());
     a.v = v.data();
     if (c.device == Device::cpu) cpu::depth_mix().forward(a);
+    if constexpr (gpu::kBuilt) {
+      if (c.device == Device::cuda) gpu::check(cuda::depth_mix_forward(a, gpu::stream()));
+    }
   }
   const double size = double(rows) * double(d);
   c.cost("depth_mix", {.flops = 6 * size * double(n), .bytes = 4 * size * double(n + 1)});
@@ -51,6 +56,9 @@ Var depth_mix(const std::vector<Var>& sources, Param& norm_weight, Param& query,
     if (!dquery.empty()) b.dquery = dquery.f32();
     if (!dw.empty() || !dquery.empty()) b.partial = scratch.lend(DType::f32, {cpu::depth_mix_row_blocks(rows), d}).f32();
     if (c.device == Device::cpu) cpu::depth_mix().backward(b);
+    if constexpr (gpu::kBuilt) {
+      if (c.device == Device::cuda) gpu::check(cuda::depth_mix_backward(b, gpu::stream()));
+    }
     c.cost("depth_mix", {.flops = 11 * size * double(n), .bytes = 4 * size * double(3 * n + 1)});
   });
   return h;

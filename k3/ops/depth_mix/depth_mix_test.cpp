@@ -209,5 +209,18 @@ TEST(depth_mix, the_null_device_needs_the_same_memory_to_the_byte) {
   EXPECT_EQ(peak(Device::null), peak(Device::cpu));
 }
 
+TEST(depth_mix, cuda_equals_cpu) {
+  for (auto [n, rows, d] : {std::array<int64_t, 3>{2, 1, 5}, {2, 3, 17}, {9, 33, 64}, {3, 65, 100}, {20, 2, 259}, {2, 0, 8}}) {
+    Inputs in(n, rows, d);
+    testing::expect_cuda_equals_cpu(2 * tolerance(d + rows * n), [&](Step& step) {
+      Call r = run(step, in);
+      step.backward(r.h, in.dh);
+      std::vector<Tensor> out = {r.h.value(), r.w->grad, r.query->grad};
+      for (const Var& v : r.v) out.push_back(v.grad());
+      return out;
+    });
+  }
+}
+
 }  // namespace
 }  // namespace k3

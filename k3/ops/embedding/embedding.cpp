@@ -1,6 +1,8 @@
 #include "k3/ops/embedding/embedding.h"
 
 #include "k3/core/error.h"
+#include "k3/core/gpu.h"
+#include "k3/ops/embedding/embedding_cuda.h"
 #include "k3/ops/embedding/embedding_kernels.h"
 #include "k3/tape/tape.h"
 
@@ -12,13 +14,19 @@ Var embedding(Context& c, const Tensor& ids, Param& table) {
   K3_CHECK(ids.dtype() == DType::i32, "[embedding] ids must be I32, not {}", name_of(ids.dtype()));
   K3_CHECK(table.value.rank() == 2 && (type == DType::f32 || type == DType::bf16), "[embedding] {} must be a matrix of F32 or BF16, not {} of {}",
            table.name, to_string(table.value.shape()), name_of(type));
-  if (c.device == Device::cpu)
+  K3_CHECK(c.device != Device::cuda || ids.device() == Device::cpu, "[embedding] ids must be in the memory of the CPU, to be checked there");
+  if (c.device != Device::null)
     for (int64_t n = 0; n < rows; ++n)
       K3_CHECK(ids.i32()[n] >= 0 && ids.i32()[n] < vocabulary, "[embedding] the id at position {} is {}, but {} has rows 0 to {}", n, ids.i32()[n],
                table.name, vocabulary - 1);
   Var y(c, DType::f32, {rows, d});
   cpu::EmbeddingArgs a{};
   a.rows = rows, a.d = d, a.ids = ids.i32(), a.y = y.f32();
+  if (c.device == Device::cuda) {
+    Tensor there = c.arena->lend(DType::i32, {rows});
+    write(there, ids.data());
+    a.ids = there.i32();
+  }
   if (type == DType::f32)
     a.table = table.value.f32();
   else
@@ -26,6 +34,9 @@ Var embedding(Context& c, const Tensor& ids, Param& table) {
   double n = double(rows * d);
   c.cost("embedding", {.flops = 0, .bytes = (4 + double(bytes_of(type))) * n});
   if (c.device == Device::cpu) cpu::embedding().embedding_forward(a);
+  if constexpr (gpu::kBuilt) {
+    if (c.device == Device::cuda) gpu::check(cuda::embedding_forward(a, gpu::stream()));
+  }
   if (table.grad.empty()) return y;
   Tensor dtable = table.grad;
   on_backward(y, [=, &c] {
@@ -33,6 +44,9 @@ Var embedding(Context& c, const Tensor& ids, Param& table) {
     b.dy = y.grad().f32(), b.dtable = dtable.f32();
     c.cost("embedding", {.flops = n, .bytes = 12 * n});
     if (c.device == Device::cpu) cpu::embedding().embedding_backward(b);
+    if constexpr (gpu::kBuilt) {
+      if (c.device == Device::cuda) gpu::check(cuda::embedding_backward(b, gpu::stream()));
+    }
   });
   return y;
 }

@@ -94,5 +94,20 @@ TEST(embedding, the_null_device_reads_no_ids) {
   EXPECT_EQ(arena.peak(), 2 * 64u);
 }
 
+// More tokens than threads of a block, few rows: every id comes often. The sums have the CPU's order, so the bits are the CPU's.
+TEST(embedding, cuda_equals_cpu) {
+  for (auto [rows, d] : {std::pair<int64_t, int64_t>{1, 1}, {3, 17}, {700, 130}, {0, 4}}) {
+    std::vector<int32_t> ids(rows);
+    for (int64_t n = 0; n < rows; ++n) ids[n] = int32_t(Rng{1, 1}.below(11, n));
+    Values table(11 * d, 2), dy(rows * d, 3);
+    testing::expect_cuda_equals_cpu(0, [&, rows = rows, d = d](testing::Step& step) {
+      Param& p = step.keep(step.param("w", table, {11, d}));
+      Var y = embedding(step.context, ids_of(ids), p);
+      step.backward(y, dy);
+      return std::vector<Tensor>{y.value(), p.grad};
+    });
+  }
+}
+
 }  // namespace
 }  // namespace k3

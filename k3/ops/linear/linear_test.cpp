@@ -259,5 +259,57 @@ TEST(linear, a_weight_of_another_width_is_refused) {
       testing::throws_error("[linear] x has 4 columns but q_proj.weight (3 x 5) takes 5"));
 }
 
+// One of each tile, and sizes that none divides. Both sides are chains of k (backward: n and m) roundings, in other orders.
+TEST(linear, cuda_equals_cpu) {
+  for (auto [m, n, k] : {std::array<int64_t, 3>{1, 50, 1500},
+                         {5, 3, 384},
+                         {31, 33, 385},
+                         {0, 4, 4},
+                         {64, 1, 100},
+                         {200, 96, 2047},
+                         {700, 650, 65},
+                         {1537, 1540, 33}}) {
+    Values x(m * k, 1), w(n * k, 2), dy(m * n, 3);
+    testing::expect_cuda_equals_cpu(16 * 6e-8 * std::sqrt(double(std::max({m, n, k}))), [&, m = m, n = n, k = k](testing::Step& step) {
+      Param& p = step.keep(step.param("w", w, {n, k}));
+      Var vx = step.input(x, {m, k}), y = linear(vx, p);
+      step.backward(y, dy);
+      return std::vector<Tensor>{y.value(), vx.grad(), p.grad};
+    });
+  }
+}
+
+TEST(linear, cuda_reads_bf16_weights_exactly) {
+  const int64_t m = 20, n = 65, k = 130;
+  Values x(m * k, 1), w(n * k, 2);
+  std::vector<bf16> narrow(size_t(n * k));
+  for (int64_t i = 0; i < n * k; ++i) narrow[size_t(i)] = to_bf16(w[i]), w[i] = to_float(narrow[size_t(i)]);
+  testing::expect_cuda_equals_cpu(
+      16 * 6e-8 * std::sqrt(double(k)),
+      [&](testing::Step& step) {
+        Param wide = step.param("w", w, {n, k}, false), stored{.name = "w", .value = step.arena().lend(DType::bf16, {n, k})};
+        write(stored.value, narrow.data());
+        Var vx = step.input(x, {m, k});
+        Tensor a = linear(vx, wide).value(), b = linear(vx, stored).value();
+        EXPECT_EQ(testing::bytes_of(a), testing::bytes_of(b));
+        return std::vector<Tensor>{a, b};
+      },
+      false);
+}
+
+TEST(linear, a_row_on_the_gpu_does_not_depend_on_its_neighbours) {
+  if (const std::string why = gpu::why_not(); !why.empty()) GTEST_SKIP() << why;
+  const int64_t m = 1537, n = 1540, k = 77;
+  testing::Step step(false, size_t(1) << 30, Device::cuda);
+  Param p = step.param("w", Values(n * k, 2), {n, k}, false);
+  Var x = step.input(Values(m * k, 1), {m, k});
+  const Tensor whole = linear(x, p).value();
+  for (int64_t rows : {1, 7, 16, 17, 100, 400})
+    for (int64_t at : {0, 5, 1000})
+      EXPECT_EQ(testing::bytes_of(linear(Var(step.context, x.value().row_range(at, at + rows)), p).value()),
+                testing::bytes_of(whole.row_range(at, at + rows)))
+          << rows << " rows from " << at;
+}
+
 }  // namespace
 }  // namespace k3

@@ -5,9 +5,13 @@
 #include <vector>
 
 #include "k3/core/error.h"
+#include "k3/core/gpu.h"
 #include "k3/core/threads.h"
+#include "k3/ops/linear/blas_cuda.h"
 #include "k3/ops/linear/linear.h"
 #include "k3/ops/linear/product.h"
+#include "k3/ops/linear/product_cuda.h"
+#include "k3/ops/loss/loss_float_cuda.h"
 #include "k3/ops/loss/loss_kernels.h"
 #include "k3/tape/tape.h"
 
@@ -42,17 +46,74 @@ std::vector<int64_t> counted_rows(const Tensor& targets, const Param& head) {
   return rows;
 }
 
+// What a piece of rows needs.
+struct Piece {
+  int64_t rows;
+  float *x, *logits, *losses, *dx;
+};
+
+// The same pieces as on the CPU. A bfloat16 head is widened inside the products. One wait, for the losses.
+void on_gpu(const Var& x, const Param& head, const Tensor& targets, const std::vector<int64_t>& rows, float weight, Loss& loss, const Piece& piece) {
+  if constexpr (gpu::kBuilt) {
+    Context& c = x.context();
+    const int64_t d = x.cols(), vocabulary = head.value.rows();
+    const bool gradient = c.tape != nullptr, wide = head.value.dtype() == DType::f32;
+    Tensor dx = gradient ? x.grad() : Tensor(), dhead = gradient ? head.grad : Tensor();
+    Scratch scratch(*c.arena);
+    std::vector<int32_t> at(rows.begin(), rows.end()), wanted;
+    for (int64_t n : rows) wanted.push_back(targets.i32()[n]);
+    Tensor there = scratch.lend(DType::i32, {loss.count}), targets_there = scratch.lend(DType::i32, {loss.count});
+    write(there, at.data()), write(targets_there, wanted.data());
+    // bfloat16 operands where the layers have them (linear.cpp); the head is narrowed once
+    const bool narrow = c.bf16_products && d % 8 == 0 && vocabulary % 8 == 0;
+    auto narrowed = [&](const float* from, Tensor& room, int64_t n) -> const void* {
+      if (room.empty()) room = scratch.lend(DType::bf16, {n});
+      gpu::check(cuda::narrow(from, room.data(), n, gpu::stream()));
+      return room.data();
+    };
+    Tensor head_room, x_room, logits_room;
+    if (narrow) x_room = scratch.lend(DType::bf16, {piece.rows * d}), logits_room = scratch.lend(DType::bf16, {piece.rows * vocabulary});
+    const void* narrow_head = !narrow ? nullptr : wide ? narrowed(head.value.f32(), head_room, vocabulary * d) : head.value.data();
+    auto product_with_head = [&](const Product& p, const void* a) {
+      gpu::check(narrow ? cuda::blas_product(p, a, narrow_head, gpu::stream())
+                 : wide ? cuda::product(p, gpu::stream())
+                        : cuda::product_bf16(p, head.value.data(), gpu::stream()));
+    };
+    const float* w = wide ? head.value.f32() : nullptr;
+    for (int64_t first = 0; first < loss.count; first += piece.rows) {
+      const int64_t m = std::min(piece.rows, loss.count - first);
+      const int32_t* row = there.i32() + first;
+      gpu::check(cuda::gather_rows(x.f32(), row, piece.x, m, d, gpu::stream()));
+      const void* xs = narrow ? narrowed(piece.x, x_room, m * d) : nullptr;
+      product_with_head(x_wt(piece.x, w, piece.logits, m, vocabulary, d), xs);
+      gpu::check(cuda::cross_entropy({m, vocabulary, piece.logits, targets_there.i32() + first, piece.losses, gradient, weight}, gpu::stream()));
+      gpu::check(cuda::scatter_rows(piece.losses, row, loss.per_token.f32(), m, 1, false, gpu::stream()));
+      if (!gradient) continue;
+      const void* dl = narrow ? narrowed(piece.logits, logits_room, m * vocabulary) : nullptr;
+      product_with_head(dy_w(piece.logits, w, piece.dx, m, vocabulary, d, false), dl);
+      if (!dhead.empty()) {
+        const Product p = dyt_x(piece.logits, piece.x, dhead.f32(), m, vocabulary, d);
+        gpu::check(narrow ? cuda::blas_product(p, dl, xs, gpu::stream()) : cuda::product(p, gpu::stream()));
+      }
+      gpu::check(cuda::scatter_rows(piece.dx, row, dx.f32(), m, d, true, gpu::stream()));
+    }
+    const HostCopy losses(loss.per_token);
+    for (int64_t n : rows) loss.sum += double(losses.f32()[n]);
+  }
+}
+
 }  // namespace
 
 Loss cross_entropy(Var x, Param& head, const Tensor& targets, float weight) {
   Context& c = x.context();
   int64_t d = x.cols(), vocabulary = head.value.rows();
-  bool wide = head.value.dtype() == DType::f32, data = c.device == Device::cpu;
+  bool wide = head.value.dtype() == DType::f32, data = c.device != Device::null;
   K3_CHECK(head.value.cols() == d, "[cross_entropy] x has {} columns but {} ({}) takes {}", d, head.name, to_string(head.value.shape()),
            head.value.cols());
   K3_CHECK(wide || head.value.dtype() == DType::bf16, "[cross_entropy] {} must be F32 or BF16, not {}", head.name, name_of(head.value.dtype()));
   K3_CHECK(targets.dtype() == DType::i32 && targets.size() == x.rows(), "[cross_entropy] x has {} rows but there are {} targets of {}; needs I32",
            x.rows(), targets.size(), name_of(targets.dtype()));
+  K3_CHECK(!data || targets.device() == Device::cpu, "[cross_entropy] targets must be in the memory of the CPU, to be checked there");
   Loss loss;
   loss.per_token = c.arena->lend_zeroed(DType::f32, {x.rows()});
   std::vector<int64_t> rows;
@@ -73,6 +134,10 @@ Loss cross_entropy(Var x, Param& head, const Tensor& targets, float weight) {
                            .bytes = pieces * (gradient ? 2 : 1) * double(head.value.bytes()) + (dhead.empty() ? 0 : 8 * pieces * size) +
                                     4 * n * (double(d) * (gradient ? 4 : 1) + double(vocabulary) * (gradient ? 6 : 3))});
   if (!data) return loss;
+  if (c.device == Device::cuda) {
+    on_gpu(x, head, targets, rows, weight, loss, {piece, xs.f32(), ls.f32(), losses.f32(), gradient ? dxs.f32() : nullptr});
+    return loss;
+  }
 
   // f(first, rows, weights) for each slice of the head
   auto each_slice = [&](auto f) {

@@ -265,5 +265,22 @@ TEST(loss, what_does_not_fit_is_refused) {
               testing::throws_error("[cross_entropy] x has 3 columns but lm_head.weight (5 x 4) takes 4"));
 }
 
+TEST(loss, cuda_equals_cpu) {
+  for (auto [n, d, vocabulary] : kSizes) {
+    std::vector<int32_t> targets = some_targets(n, vocabulary);
+    Values x(n * d, 1), head(vocabulary * d, 2);
+    double sum[2];
+    int run = 0;
+    testing::expect_cuda_equals_cpu(2 * tolerance(d, std::max(n, vocabulary)), [&, n = n, d = d, vocabulary = vocabulary](testing::Step& step) {
+      Param& p = step.keep(step.param("lm_head.weight", head, {vocabulary, d}));
+      Var vx = step.input(x, {n, d});
+      Loss loss = cross_entropy(vx, p, tensor_of(targets), 0.25f);
+      sum[run > 0] = loss.sum, ++run;
+      return std::vector<Tensor>{loss.per_token, vx.grad(), p.grad};
+    });
+    if (run > 1) { EXPECT_NEAR(sum[1], sum[0], 1e-5 * std::abs(sum[0])); }
+  }
+}
+
 }  // namespace
 }  // namespace k3

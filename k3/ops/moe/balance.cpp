@@ -4,7 +4,9 @@
 #include <cmath>
 
 #include "k3/core/error.h"
+#include "k3/core/gpu.h"
 #include "k3/core/threads.h"
+#include "k3/ops/moe/moe_float_cuda.h"
 
 namespace k3 {
 
@@ -21,12 +23,30 @@ std::vector<float> centred(const std::vector<double>& b) {
   return out;
 }
 
+// Only the counts come to the host, not the scores.
+void observe_on_gpu(MarginHistogram& h, const Routing& r, const Batch& batch, float width) {
+  if constexpr (gpu::kBuilt) {
+    Scratch scratch(*r.weights.context().arena);
+    Tensor counts = scratch.lend_zeroed(DType::i32, {h.experts, h.bins}), padding;
+    if (!batch.padding.empty()) {
+      padding = scratch.lend(DType::u8, {int64_t(batch.padding.size())});
+      write(padding, batch.padding.data());
+    }
+    gpu::check(cuda::observe_margins({r.scores.f32(), r.cutoff.f32(), padding.empty() ? nullptr : padding.as<uint8_t>(), r.scores.rows(), h.experts,
+                                      h.bins, h.lo, width, counts.i32()},
+                                     gpu::stream()));
+    const HostCopy made(counts);
+    for (size_t i = 0; i < h.counts.size(); ++i) h.counts[i] += made.i32()[i];
+  }
+}
+
 }  // namespace
 
 void MarginHistogram::reset(const Tensor& bias, int64_t bin_count) {
   K3_CHECK(bin_count > 0 && bias.size() > 0, "[balance] a histogram needs bins and experts, not {} and {}", bin_count, bias.size());
   experts = bias.size(), bins = bin_count, tokens = 0;
-  auto [low, high] = std::minmax_element(bias.f32(), bias.f32() + experts);
+  const HostCopy copy(bias);
+  auto [low, high] = std::minmax_element(copy.f32(), copy.f32() + experts);
   lo = *low - 1, hi = *high + 1;
   counts.assign(size_t(experts * bins), 0);
 }
@@ -40,20 +60,26 @@ void MarginHistogram::add(const MarginHistogram& o) {
 }
 
 void count_load(const Routing& r, const Batch& batch, int64_t* load) {
-  if (r.experts.device() != Device::cpu) return;
+  if (r.experts.device() == Device::null) return;
+  const HostCopy experts(r.experts);
   int64_t k = r.experts.cols();
   for (int64_t i = 0; i < r.experts.rows(); ++i)
     for (int64_t s = 0; s < k && !is_padding(batch, i); ++s)
-      if (int32_t e = r.experts.i32()[i * k + s]; e >= 0) ++load[e];
+      if (int32_t e = experts.i32()[i * k + s]; e >= 0) ++load[e];
 }
 
 void observe(MarginHistogram& h, const Routing& r, const Batch& batch) {
   int64_t e = r.scores.cols(), n = r.scores.rows();
   K3_CHECK(h.experts == e, "[balance] the histogram has {} experts but {} were scored", h.experts, e);
-  if (r.scores.device() != Device::cpu) return;
-  auto counted = [&](int64_t i) { return !is_padding(batch, i) && std::isfinite(r.cutoff.f32()[i]); };
+  if (r.scores.device() == Device::null) return;
+  const HostCopy cutoff(r.cutoff);
+  auto counted = [&](int64_t i) { return !is_padding(batch, i) && std::isfinite(cutoff.f32()[i]); };
   for (int64_t i = 0; i < n; ++i) h.tokens += counted(i);
   const float width = (h.hi - h.lo) / float(h.bins);
+  if (r.scores.device() == Device::cuda) {
+    observe_on_gpu(h, r, batch, width);
+    return;
+  }
   parallel_blocks(e, 16, [&](int64_t first, int64_t last) {  // each call owns sixteen experts' counters and walks all tokens
     for (int64_t i = 0; i < n; ++i) {
       if (!counted(i)) continue;

@@ -2,12 +2,16 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include "k3/core/error.h"
+#include "k3/core/listed.h"
 #include "k3/core/threads.h"
 #include "k3/ops/activation/activation_kernels.h"
+#include "k3/ops/activation/elementwise_cuda.h"
 #include "k3/ops/linear/linear.h"
 #include "k3/ops/linear/weight_product.h"
+#include "k3/ops/moe/moe_float_cuda.h"
 #include "k3/ops/moe/moe_kernels.h"
 #include "k3/tape/tape.h"
 
@@ -43,7 +47,12 @@ Routing route(Var x, Param& gate, Param& bias, const RouteOptions& o, const Batc
   K3_CHECK(batch.padding.empty() || int64_t(batch.padding.size()) == n, "[route] padding marks {} rows but x has {}", batch.padding.size(), n);
   if (forced) check_forced(*forced, batch, n, k, e);
 
-  Var logits = linear(x, gate);
+  struct Exact {  // the choice is made in float32 always: rounded logits would flip near ties
+    Context& c;
+    bool before = std::exchange(c.bf16_products, false);
+    ~Exact() { c.bf16_products = before; }
+  };
+  Var logits = (Exact{c}, linear(x, gate));
   Routing r;
   r.weights = Var(c, DType::f32, {n, k});
   r.experts = c.arena->lend(DType::i32, {n, k});
@@ -53,20 +62,31 @@ Routing route(Var x, Param& gate, Param& bias, const RouteOptions& o, const Batc
   Tensor padding;  // a copy: the backward may run when the Batch is gone
   if (!batch.padding.empty()) {
     padding = c.arena->lend(DType::u8, {n});
-    if (c.device == Device::cpu && n) std::memcpy(padding.data(), batch.padding.data(), size_t(n));
+    write(padding, batch.padding.data());
   }
   cpu::RouteArgs a{};
   a.logits = logits.f32(), a.bias = bias.value.f32(), a.padding = padding.empty() ? nullptr : padding.as<uint8_t>();
-  a.forced = forced ? forced->i32() : nullptr;
+  Tensor choices = forced ? *forced : Tensor();
+  if (forced && c.device == Device::cuda && forced->device() == Device::cpu) {
+    choices = c.arena->lend(DType::i32, {n, k});
+    write(choices, forced->data());
+  }
+  a.forced = forced ? choices.i32() : nullptr;
   a.rows = n, a.experts = e, a.top_k = k, a.groups = o.groups, a.top_groups = o.top_groups;
   a.softmax = o.softmax, a.renormalize = o.renormalize && k > 1, a.scale = o.scale;
   a.scores = r.scores.f32(), a.chosen = r.experts.i32(), a.weights = r.weights.f32(), a.cutoff = r.cutoff.f32(), a.margin = r.margin.f32();
   if (c.device == Device::cpu) cpu::moe().route_forward(a);
+  if constexpr (gpu::kBuilt) {
+    if (c.device == Device::cuda) gpu::check(cuda::route_forward(a, gpu::stream()));
+  }
   c.cost("route", {.flops = 8.0 * double(n * e), .bytes = 8.0 * double(n * e)});
   on_backward(r.weights, [=, &c, weights = r.weights] {
     cpu::RouteArgs b = a;
     b.dweights = weights.grad().f32(), b.dlogits = logits.grad().f32();
     if (c.device == Device::cpu) cpu::moe().route_backward(b);
+    if constexpr (gpu::kBuilt) {
+      if (c.device == Device::cuda) gpu::check(cuda::route_backward(b, gpu::stream()));
+    }
     c.cost("route", {.flops = 8.0 * double(n * k), .bytes = 8.0 * double(n * (o.softmax ? e : k))});
   });
   return r;
@@ -74,7 +94,8 @@ Routing route(Var x, Param& gate, Param& bias, const RouteOptions& o, const Batc
 
 namespace {
 
-// Pairs (token, slot) in the order expert, token. Lent for n * k pairs; the rows in use are fewer when there is padding.
+// Pairs (token, slot) in the order expert, token. Lent for n * k pairs; the rows in use are fewer when there is padding. On a GPU the offsets
+// stay there and `pairs` is n * k: kernels look for themselves how many rows there are.
 struct Dispatch {
   Tensor pair_of_row, row_of_pair;  // i32
   Tensor offsets;                   // (E + 1) i64: expert e has rows offsets[e] .. offsets[e+1]-1
@@ -91,6 +112,13 @@ Dispatch dispatch_of(Lender& lender, const Tensor& experts, int64_t e) {
   d.offsets = lender.lend_zeroed(DType::i64, {e + 1});
   if (experts.device() != Device::cpu) {
     d.pairs = experts.size();
+    if constexpr (gpu::kBuilt) {
+      if (experts.device() == Device::cuda) {
+        int32_t* counts = lender.lend(DType::i32, {cuda::dispatch_counts(d.pairs, e)}).i32();
+        gpu::check(cuda::dispatch_order({experts.i32(), d.pairs, e, counts, d.offsets.as<int64_t>(), d.pair_of_row.i32(), d.row_of_pair.i32()},
+                                        gpu::stream()));
+      }
+    }
     return d;
   }
   const int32_t* chosen = experts.i32();
@@ -123,6 +151,48 @@ void check_weights(const ExpertWeights& w, int64_t experts, int64_t l, bool trai
       K3_CHECK(!(is_narrow && training), "[experts] {} is {}; experts are F32 or, in inference, BF16 or MXFP4", p->name, name_of(p->value.dtype()));
     }
 }
+
+// The products of all experts with one of their matrices, on the GPU.
+struct ProductsOnGpu {
+  const Dispatch& d;
+  int64_t experts;
+  const Context& c;
+  Scratch& scratch;
+
+  cuda::GroupedArgs args(cuda::Grouped kind, const std::vector<Param*>& params, bool gradients) const {
+    std::vector<void*> at;
+    std::vector<uint8_t> narrow;
+    for (const Param* p : params) {
+      at.push_back(gradients ? p->grad.data() : p->value.data());
+      narrow.push_back(!gradients && p->value.dtype() == DType::bf16);
+    }
+    cuda::GroupedArgs a{};
+    a.kind = kind, a.offsets = d.offsets.as<int64_t>(), a.experts = experts, a.most_rows = d.pairs;
+    a.weights = listed(c.device, scratch, at), a.bf16 = listed(c.device, scratch, narrow), a.narrow = c.bf16_products;
+    a.out = params[0]->value.rows(), a.in = params[0]->value.cols();
+    a.list = reinterpret_cast<cuda::ListedProduct*>(scratch.lend(DType::u8, {experts * int64_t(sizeof(cuda::ListedProduct))}).data());
+    a.tile_begins = scratch.lend(DType::i32, {experts + 1}).i32();
+    return a;
+  }
+  void run(const cuda::GroupedArgs& a) const {
+    if constexpr (gpu::kBuilt) gpu::check(cuda::grouped_products(a, gpu::stream()));
+  }
+  void forward(const std::vector<Param*>& w, const Tensor& x, const Tensor& y) const {
+    auto a = args(cuda::Grouped::forward, w, false);
+    a.x = x.f32(), a.y = y.f32();
+    run(a);
+  }
+  void input(const std::vector<Param*>& w, const Tensor& dy, const Tensor& dx, bool accumulate) const {
+    auto a = args(cuda::Grouped::input, w, false);
+    a.x = dy.f32(), a.y = dx.f32(), a.accumulate = accumulate;
+    run(a);
+  }
+  void weight_gradient(const std::vector<Param*>& w, const Tensor& dy, const Tensor& x) const {
+    auto a = args(cuda::Grouped::weight_gradient, w, true);
+    a.x = dy.f32(), a.z = x.f32();
+    run(a);
+  }
+};
 
 }  // namespace
 
@@ -190,6 +260,19 @@ Var experts(Var z, const Routing& routing, const ExpertWeights& w, const Activat
       move.from = rows.f32(), move.weights = routing.weights.f32(), move.to = u.f32();
       cpu::moe().combine(move);
     }
+    if constexpr (gpu::kBuilt) {
+      if (c.device == Device::cuda) {
+        const ProductsOnGpu products{d, e, c, scratch};
+        cpu::DispatchArgs move{d.pair_of_row.i32(), d.row_of_pair.i32(), n, k, d.pairs, l, z.f32(), nullptr, rows.f32()};
+        gpu::check(cuda::gather(move, d.offsets.as<int64_t>() + e, gpu::stream()));
+        products.forward(w.gate, rows, a);
+        products.forward(w.up, rows, b);
+        gpu::check(cuda::glu_forward({activation, n * k * m, a.f32(), b.f32(), h.f32(), nullptr, nullptr, nullptr}, gpu::stream()));
+        products.forward(w.down, h, rows);
+        move.from = rows.f32(), move.weights = routing.weights.f32(), move.to = u.f32();
+        gpu::check(cuda::combine(move, false, gpu::stream()));
+      }
+    }
   }
   c.cost("experts", {.flops = flops, .bytes = weight_bytes + moved});
 
@@ -200,6 +283,30 @@ Var experts(Var z, const Routing& routing, const ExpertWeights& w, const Activat
     Tensor h = scratch.lend(DType::f32, {n * k, m}), dh = scratch.lend(DType::f32, {n * k, m});
     Tensor da = scratch.lend(DType::f32, {n * k, m}), db = scratch.lend(DType::f32, {n * k, m});
     c.cost("experts", {.flops = 2 * flops, .bytes = 3 * weight_bytes + 2 * moved});
+    if constexpr (gpu::kBuilt) {
+      if (c.device == Device::cuda) {
+        const ProductsOnGpu products{d, e, c, scratch};
+        const int64_t* rows = d.offsets.as<int64_t>() + e;
+        cpu::DispatchArgs move{d.pair_of_row.i32(), d.row_of_pair.i32(), n, k, d.pairs, l, z.f32(), nullptr, zs.f32()};
+        gpu::check(cuda::gather(move, rows, gpu::stream()));
+        move.from = du.f32(), move.to = dus.f32();
+        gpu::check(cuda::gather(move, rows, gpu::stream()));
+        products.input(w.down, dus, dh, false);  // e = W2^T du
+        const cpu::GluArgs g{activation, n * k * m, a.f32(), b.f32(), h.f32(), dh.f32(), da.f32(), db.f32()};
+        gpu::check(cuda::glu_forward(g, gpu::stream()));
+        gpu::check(cuda::weigh_pairs({d.pair_of_row.i32(), p.f32(), 0, d.pairs, m, dh.f32(), h.f32(), dp.f32()}, rows, gpu::stream()));
+        gpu::clear(da.data(), da.bytes());
+        gpu::clear(db.data(), db.bytes());
+        gpu::check(cuda::glu_backward(g, gpu::stream()));
+        products.weight_gradient(w.down, dus, h);
+        products.weight_gradient(w.gate, da, zs);
+        products.weight_gradient(w.up, db, zs);
+        products.input(w.gate, da, dzs, false);
+        products.input(w.up, db, dzs, true);
+        move.from = dzs.f32(), move.to = dz.f32();
+        gpu::check(cuda::combine(move, true, gpu::stream()));
+      }
+    }
     if (!on_cpu) return;
     cpu::DispatchArgs move{d.pair_of_row.i32(), d.row_of_pair.i32(), n, k, d.pairs, l, z.f32(), nullptr, zs.f32()};
     cpu::moe().gather(move);

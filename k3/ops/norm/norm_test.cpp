@@ -100,5 +100,19 @@ TEST(norm, a_gain_of_another_width_is_refused) {
       testing::throws_error("[rms_norm] x has 4 columns but input_layernorm.weight has 5 values"));
 }
 
+TEST(norm, cuda_equals_cpu) {
+  for (auto [rows, d] : {std::pair<int64_t, int64_t>{1, 1}, {3, 17}, {130, 64}, {65, 128}, {70, 257}, {5, 7168}, {0, 8}}) {
+    Values x(rows * d, 1), gate(rows * d, 2), w(d, 3), dy(rows * d, 4);
+    for (int kind = 0; kind < 3; ++kind)
+      testing::expect_cuda_equals_cpu(2 * tolerance(d + rows), [&, rows = rows, d = d](testing::Step& step) {
+        Param& p = step.keep(step.param("w", w, {d}));
+        Var vx = step.input(x, {rows, d}), vg = step.input(gate, {rows, d});
+        Var y = kind == 0 ? rms_norm(vx, p, 1e-5f) : kind == 1 ? l2_norm(vx, d, 1e-6f) : gated_rms_norm(vx, vg, p, 1e-5f);
+        step.backward(y, dy);
+        return std::vector<Tensor>{y.value(), vx.grad(), vg.grad(), p.grad};
+      });
+  }
+}
+
 }  // namespace
 }  // namespace k3

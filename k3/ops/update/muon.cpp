@@ -7,9 +7,12 @@
 #include <cmath>
 
 #include "k3/core/error.h"
+#include "k3/core/listed.h"
 #include "k3/core/threads.h"
 #include "k3/ops/linear/product.h"
+#include "k3/ops/linear/products_cuda.h"
 #include "k3/ops/update/update.h"
+#include "k3/ops/update/update_float_cuda.h"
 #include "k3/ops/update/update_kernels.h"
 
 namespace k3 {
@@ -58,6 +61,50 @@ void over_elements(size_t blocks, Size size, F f) {
   parallel_for(int64_t(parts.size()), [&](int64_t i) { f(parts[size_t(i)].block, parts[size_t(i)].first, parts[size_t(i)].last); });
 }
 
+// ---- on the GPU: each pass is one launch over all blocks ----
+
+// The products of a list; with `lower`, each result is symmetric and only its lower triangle is wanted. Where training multiplies in bfloat16,
+// large ones go to the tensor units with operands as sums of two, which the long form's factors of 485 need: 1e-3 in the result, a tenth of what
+// plain bfloat16 iterations leave.
+void products_on_gpu(Context& c, const std::vector<Product>& products, bool lower) {
+  if constexpr (gpu::kBuilt) {
+    for (bool wide : {false, true}) {
+      const bool split = wide && c.bf16_products;
+      std::vector<cuda::ListedProduct> list;
+      std::vector<int32_t> begins{0};
+      for (const Product& p : products) {
+        if ((p.m >= cuda::kProductWideTile && p.n >= cuda::kProductWideTile) != wide) continue;
+        list.push_back({p, false, lower});
+        begins.push_back(begins.back() + int32_t(cuda::product_tiles(p.m, p.n, wide)));
+      }
+      Scratch scratch(*c.arena);
+      gpu::check(cuda::products(
+          {listed(c.device, scratch, list), listed(c.device, scratch, begins), int(list.size()), begins.back(), wide, split, split}, gpu::stream()));
+    }
+  }
+}
+// f(cuda list of matrices, their number)
+template <class Matrix, class F>
+void over_matrices(Context& c, const std::vector<Block*>& blocks, Matrix matrix, F f) {
+  std::vector<cuda::SquareMatrix> list;
+  for (const Block* b : blocks) list.push_back(matrix(*b));
+  Scratch scratch(*c.arena);
+  gpu::check(f(listed(c.device, scratch, list), int64_t(list.size())));
+}
+void divide_by_norms_on_gpu(Context& c, const std::vector<Block*>& blocks) {
+  if constexpr (gpu::kBuilt) {
+    std::vector<cuda::Listed> list;
+    for (const Block* b : blocks) list.push_back({b->x, b->size()});
+    const int64_t n = int64_t(list.size());
+    Scratch scratch(*c.arena);
+    double* partial = scratch.lend(DType::f64, {n, cuda::kSumParts}).as<double>();
+    double* sums = scratch.lend(DType::f64, {n}).as<double>();
+    const cuda::Listed* at = listed(c.device, scratch, list);
+    gpu::check(cuda::sums_of_squares(at, n, partial, sums, gpu::stream()));
+    gpu::check(cuda::divide_by_norms(at, n, sums, 1e-7, gpu::stream()));
+  }
+}
+
 // All (m, m) matrices here are symmetric: polynomials in X X^T. Only the lower triangle is computed, in strips of rows that get longer, and
 // then mirrored; so rounding can't make them unsymmetric either.
 void lower_strips(std::vector<Product>& list, const Product& p) {
@@ -71,8 +118,21 @@ void lower_strips(std::vector<Product>& list, const Product& p) {
 }
 // f(block) is a product whose result is symmetric
 template <class F>
-void symmetric_products(const std::vector<Block*>& blocks, F f) {
+void symmetric_products(Context& c, const std::vector<Block*>& blocks, F f) {
   std::vector<Product> list;
+  if constexpr (gpu::kBuilt) {
+    if (c.device == Device::cuda) {
+      for (const Block* b : blocks) list.push_back(f(*b));
+      products_on_gpu(c, list, true);
+      over_matrices(
+          c, blocks,
+          [&](const Block& b) {
+            return cuda::SquareMatrix{nullptr, f(b).c, b.m()};
+          },
+          [](auto* at, int64_t n) { return cuda::mirror(at, n, gpu::stream()); });
+      return;
+    }
+  }
   for (const Block* b : blocks) lower_strips(list, f(*b));
   products(list);
   struct Tile {
@@ -94,19 +154,33 @@ Product times(const Block& b, const float* p, const float* q, float* to) {
 }
 
 // X <- P X, or X P of a tall block
-void multiply_x(const std::vector<Block*>& blocks, float* Block::*which) {
+void multiply_x(Context& c, const std::vector<Block*>& blocks, float* Block::*which) {
   std::vector<Product> list;
   for (const Block* b : blocks) {
     const float *x = b->x, *p = b->*which;
     list.push_back({b->rows, b->cols, b->m(), b->tall() ? x : p, b->m(), false, b->tall() ? p : x, b->cols, false, b->y, b->cols, false});
   }
-  products(list);
+  if (c.device == Device::cuda)
+    products_on_gpu(c, list, false);
+  else
+    products(list);
   for (Block* b : blocks) std::swap(b->x, b->y);
 }
 
 // z = a I + b s + c s^2
-void polynomial(const std::vector<Block*>& blocks) {
-  symmetric_products(blocks, [](const Block& b) { return times(b, b.s, b.s, b.z); });
+void polynomial(Context& c, const std::vector<Block*>& blocks) {
+  symmetric_products(c, blocks, [](const Block& b) { return times(b, b.s, b.s, b.z); });
+  if constexpr (gpu::kBuilt) {
+    if (c.device == Device::cuda) {
+      over_matrices(
+          c, blocks,
+          [](const Block& b) {
+            return cuda::SquareMatrix{b.s, b.z, b.m()};
+          },
+          [](auto* at, int64_t n) { return cuda::combine(at, n, kA, kB, kC, gpu::stream()); });
+      return;
+    }
+  }
   over_elements(
       blocks.size(), [&](size_t i) { return blocks[i]->square(); },
       [&](size_t i, int64_t first, int64_t last) {
@@ -118,43 +192,49 @@ void polynomial(const std::vector<Block*>& blocks) {
 }
 
 // Each block's x becomes its orthogonalised self; x and y may change places. All blocks take each step together.
-void orthogonalise_together(const std::vector<Block*>& blocks) {
+void orthogonalise_together(Context& c, const std::vector<Block*>& blocks) {
   std::vector<Block*> longs, others;
   for (Block* b : blocks) (b->is_long() ? longs : others).push_back(b);
-  std::vector<float> factor;
-  for (const Block* b : blocks) factor.push_back(float(1 / (std::sqrt(sum_of_squares(Tensor(b->x, DType::f32, {b->size()}))) + 1e-7)));
-  over_elements(
-      blocks.size(), [&](size_t i) { return blocks[i]->size(); },
-      [&](size_t i, int64_t first, int64_t last) { cpu::update().scale(blocks[i]->x + first, factor[i], last - first); });
+  if (c.device == Device::cuda) {
+    divide_by_norms_on_gpu(c, blocks);
+  } else {
+    std::vector<float> factor;
+    for (const Block* b : blocks) factor.push_back(float(1 / (std::sqrt(sum_of_squares(Tensor(b->x, DType::f32, {b->size()}))) + 1e-7)));
+    over_elements(
+        blocks.size(), [&](size_t i) { return blocks[i]->size(); },
+        [&](size_t i, int64_t first, int64_t last) { cpu::update().scale(blocks[i]->x + first, factor[i], last - first); });
+  }
   if (!others.empty())
     for (int step = 0; step < kSteps; ++step) {
-      symmetric_products(others, [](const Block& b) { return gram(b, b.s); });
-      polynomial(others);
-      multiply_x(others, &Block::z);
+      symmetric_products(c, others, [](const Block& b) { return gram(b, b.s); });
+      polynomial(c, others);
+      multiply_x(c, others, &Block::z);
     }
   if (longs.empty()) return;
-  symmetric_products(longs, [](const Block& b) { return gram(b, b.s); });
+  symmetric_products(c, longs, [](const Block& b) { return gram(b, b.s); });
   for (int step = 0; step < kSteps; ++step) {
-    polynomial(longs);
-    if (step == 0) {
+    polynomial(c, longs);
+    if (step == 0 && c.device == Device::cuda) {
+      for (const Block* b : longs) gpu::copy(b->q, b->z, size_t(b->square()) * sizeof(float));
+    } else if (step == 0) {
       parallel_for(int64_t(longs.size()), [&](int64_t i) { std::copy_n(longs[size_t(i)]->z, longs[size_t(i)]->square(), longs[size_t(i)]->q); });
     } else {
-      symmetric_products(longs, [](const Block& b) { return times(b, b.z, b.q, b.t); });
+      symmetric_products(c, longs, [](const Block& b) { return times(b, b.z, b.q, b.t); });
       for (Block* b : longs) std::swap(b->q, b->t);
     }
     if (step == kSteps - 1) break;  // nobody needs the last A
-    symmetric_products(longs, [](const Block& b) { return times(b, b.z, b.s, b.t); });
-    symmetric_products(longs, [](const Block& b) { return times(b, b.t, b.z, b.s); });
+    symmetric_products(c, longs, [](const Block& b) { return times(b, b.z, b.s, b.t); });
+    symmetric_products(c, longs, [](const Block& b) { return times(b, b.t, b.z, b.s); });
   }
-  multiply_x(longs, &Block::q);
+  multiply_x(c, longs, &Block::q);
 }
 
 // A small block stays with one thread, and in its cache; large ones share all threads in every product. The bits are the same.
-void orthogonalise(std::vector<Block>& wave) {
+void orthogonalise(Context& c, std::vector<Block>& wave) {
   std::vector<Block*> small, large;
-  for (Block& b : wave) (b.m() * b.m() * b.n() < kSmall ? small : large).push_back(&b);
-  parallel_for(int64_t(small.size()), [&](int64_t i) { orthogonalise_together({small[size_t(i)]}); });
-  if (!large.empty()) orthogonalise_together(large);
+  for (Block& b : wave) (c.device == Device::cpu && b.m() * b.m() * b.n() < kSmall ? small : large).push_back(&b);
+  parallel_for(int64_t(small.size()), [&](int64_t i) { orthogonalise_together(c, {small[size_t(i)]}); });
+  if (!large.empty()) orthogonalise_together(c, large);
 }
 
 // What a block needs besides x, from `at` on
@@ -176,12 +256,14 @@ void newton_schulz(Context& c, const Tensor& x) {
     Scratch scratch(*c.arena);
     float* room = scratch.lend(DType::f32, {count, each}).f32();
     c.cost("newton_schulz", {.flops = double(count) * flops(std::min(rows, cols), std::max(rows, cols)), .bytes = 8.0 * double(count * rows * cols)});
-    if (c.device != Device::cpu) continue;
+    if (c.device == Device::null) continue;
     std::vector<Block> list;
     for (int64_t i = 0; i < count; ++i) list.push_back(block_at(rows, cols, x.f32() + (at + i) * rows * cols, room));
-    orthogonalise(list);
-    for (int64_t i = 0; i < count; ++i)
-      if (float* home = x.f32() + (at + i) * rows * cols; list[size_t(i)].x != home) std::copy_n(list[size_t(i)].x, rows * cols, home);
+    orthogonalise(c, list);
+    for (int64_t i = 0; i < count; ++i) {
+      const Tensor home(x.f32() + (at + i) * rows * cols, DType::f32, {rows * cols}, c.device);
+      if (list[size_t(i)].x != home.f32()) copy_values(home, Tensor(list[size_t(i)].x, DType::f32, {rows * cols}, c.device));
+    }
   }
 }
 
@@ -199,7 +281,7 @@ void muon_step(Context& c, const std::vector<MuonMatrix>& list, const MuonOption
              p.blocks);
     const int64_t rows = p.weight.rows() / p.blocks, cols = p.weight.cols();
     for (int64_t b = 0; b < p.blocks && p.weight.size() > 0; ++b) {
-      auto part = [&](const Tensor& t) { return c.device == Device::cpu ? t.f32() + b * rows * cols : nullptr; };
+      auto part = [&](const Tensor& t) { return c.device == Device::null ? nullptr : t.f32() + b * rows * cols; };
       pieces.push_back({rows, cols, part(p.weight), part(p.grad), part(p.momentum)});
     }
   }
@@ -217,22 +299,39 @@ void muon_step(Context& c, const std::vector<MuonMatrix>& list, const MuonOption
     Scratch scratch(*c.arena);
     float* memory = scratch.lend(DType::f32, {room}).f32();
     c.cost("muon", {.flops = work, .bytes = bytes});
-    if (c.device == Device::cpu) {
+    if (c.device != Device::null) {
       std::vector<Block> wave;
       for (size_t i = at; i < end; ++i) {
         float* x = memory;
         memory += pieces[i].rows * pieces[i].cols;
         wave.push_back(block_at(pieces[i].rows, pieces[i].cols, x, memory));
       }
+      auto step = [&](size_t i) { return o.lr * (0.2f * std::sqrt(float(wave[i].n()))); };
+      if constexpr (gpu::kBuilt) {
+        if (c.device == Device::cuda) {
+          auto listed_pieces = [&](Scratch& s) {  // Newton-Schulz may move a block's x
+            std::vector<cuda::MuonPiece> all;
+            for (size_t i = 0; i < wave.size(); ++i) {
+              const Piece& p = pieces[at + i];
+              all.push_back({p.weight, p.grad, p.momentum, wave[i].x, wave[i].size(), step(i)});
+            }
+            return listed(c.device, s, all);
+          };
+          gpu::check(cuda::muon_momentum(listed_pieces(scratch), int64_t(wave.size()), o.momentum, o.grad_scale, o.nesterov, gpu::stream()));
+          orthogonalise(c, wave);
+          gpu::check(cuda::muon_apply(listed_pieces(scratch), int64_t(wave.size()), o.lr * o.weight_decay, gpu::stream()));
+          at = end;
+          continue;
+        }
+      }
       auto size = [&](size_t i) { return wave[i].size(); };
       over_elements(wave.size(), size, [&](size_t i, int64_t first, int64_t last) {
         const Piece& p = pieces[at + i];
         cpu::update().momentum(p.momentum + first, p.grad + first, wave[i].x + first, o.momentum, o.grad_scale, o.nesterov, last - first);
       });
-      orthogonalise(wave);
+      orthogonalise(c, wave);
       over_elements(wave.size(), size, [&](size_t i, int64_t first, int64_t last) {
-        float scale = 0.2f * std::sqrt(float(wave[i].n()));
-        cpu::update().apply(pieces[at + i].weight + first, wave[i].x + first, o.lr * scale, o.lr * o.weight_decay, last - first);
+        cpu::update().apply(pieces[at + i].weight + first, wave[i].x + first, step(i), o.lr * o.weight_decay, last - first);
       });
     }
     at = end;

@@ -4,7 +4,10 @@
 #include <cmath>
 
 #include "k3/core/error.h"
+#include "k3/core/listed.h"
 #include "k3/core/threads.h"
+#include "k3/ops/update/adamw_cuda.h"
+#include "k3/ops/update/update_float_cuda.h"
 #include "k3/ops/update/update_kernels.h"
 
 namespace k3 {
@@ -21,6 +24,12 @@ void adamw_step(Context& c, const Tensor& weight, const Tensor& grad, const Tens
            m.size(), v.size());
   K3_CHECK(o.step >= 1, "[adamw] steps count from 1, this is {}", o.step);
   c.cost("adamw", {.flops = 15.0 * double(n), .bytes = 28.0 * double(n)});
+  if constexpr (gpu::kBuilt) {
+    if (c.device == Device::cuda)
+      gpu::check(
+          cuda::adamw({weight.f32(), m.f32(), v.f32(), grad.f32(), nullptr, n, o.step, o.lr, o.beta1, o.beta2, o.eps, o.weight_decay, o.grad_scale},
+                      gpu::stream()));
+  }
   if (c.device != Device::cpu) return;
   const float correct_m = float(1 / (1 - std::pow(double(o.beta1), double(o.step))));
   const float correct_v = float(1 / (1 - std::pow(double(o.beta2), double(o.step))));
@@ -38,13 +47,33 @@ double sum_of_squares(const Tensor& x) {
   return total;
 }
 
+// The sums of squares of all tensors, which come to the host at once.
+static std::vector<double> sums_on_gpu(Context& c, const std::vector<cuda::Listed>& list) {
+  std::vector<double> sums(list.size());
+  if constexpr (gpu::kBuilt) {
+    const int64_t n = int64_t(list.size());
+    Scratch scratch(*c.arena);
+    Tensor partial = scratch.lend(DType::f64, {n, cuda::kSumParts}), there = scratch.lend(DType::f64, {n});
+    gpu::check(cuda::sums_of_squares(listed(c.device, scratch, list), n, partial.as<double>(), there.as<double>(), gpu::stream()));
+    gpu::download(sums.data(), there.data(), there.bytes());
+  }
+  return sums;
+}
+
 GradientNorm gradient_norm(Context& c, const std::vector<Param*>& params) {
   GradientNorm out;
   double total = 0;
-  for (const Param* p : params) {
+  std::vector<double> sums;
+  if (c.device == Device::cuda) {
+    std::vector<cuda::Listed> list;
+    for (const Param* p : params) list.push_back({p->grad.empty() ? nullptr : p->grad.f32(), p->grad.size()});
+    sums = sums_on_gpu(c, list);
+  }
+  for (size_t i = 0; i < params.size(); ++i) {
+    const Param* p = params[i];
     c.cost("gradient_norm", {.flops = 2.0 * double(p->grad.size()), .bytes = 4.0 * double(p->grad.size())});
-    if (c.device != Device::cpu || p->grad.empty()) continue;
-    double s = sum_of_squares(p->grad);
+    if (c.device == Device::null || p->grad.empty()) continue;
+    double s = c.device == Device::cpu ? sum_of_squares(p->grad) : sums[i];
     if (!std::isfinite(s) && out.bad.empty()) out.bad = p->name;
     total += s;
   }
@@ -58,9 +87,13 @@ int64_t qk_clip(Context& c, Param& q, Param& kv_b, const std::vector<float>& max
            "[qk_clip] {} heads of {} + {} and {} + {} rows don't make {} ({}) and {} ({})", heads, nope, shared, nope, v, q.name,
            to_string(q.value.shape()), kv_b.name, to_string(kv_b.value.shape()));
   K3_CHECK(tau > 0, "[qk_clip] tau must be positive, not {}", tau);
-  if (c.device != Device::cpu) return 0;
-  auto scale = [](const Tensor& w, int64_t first, int64_t rows, double s) {
-    cpu::update().scale(w.f32() + first * w.cols(), float(s), rows * w.cols());
+  if (c.device == Device::null) return 0;
+  auto scale = [&c](const Tensor& w, int64_t first, int64_t rows, double s) {
+    float* at = w.f32() + first * w.cols();
+    if (c.device == Device::cpu) cpu::update().scale(at, float(s), rows * w.cols());
+    if constexpr (gpu::kBuilt) {
+      if (c.device == Device::cuda) gpu::check(cuda::scale(at, float(s), rows * w.cols(), gpu::stream()));
+    }
   };
   int64_t clipped = 0;
   for (int64_t h = 0; h < heads; ++h) {

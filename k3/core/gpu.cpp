@@ -1,0 +1,193 @@
+#include "k3/core/gpu.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "k3/core/error.h"
+
+#ifdef K3_CUDA
+#include <cuda.h>
+#include <cuda_runtime_api.h>
+#endif
+
+namespace k3 {
+
+void write(const Tensor& to, const void* from) {
+  if (to.bytes() == 0) return;
+  if (to.device() == Device::cpu) std::memcpy(to.data(), from, to.bytes());
+  if (to.device() == Device::cuda) gpu::upload(to.data(), from, to.bytes());
+}
+
+void copy_values(const Tensor& to, const Tensor& from) {
+  if (to.bytes() == 0) return;
+  if (to.device() == Device::cpu) std::memcpy(to.data(), from.data(), to.bytes());
+  if (to.device() == Device::cuda) gpu::copy(to.data(), from.data(), to.bytes());
+}
+
+namespace gpu {
+
+void require() {
+  static const std::string why = why_not();
+  K3_CHECK(why.empty(), "[gpu] {}", why);
+}
+
+void check(const char* what) { K3_CHECK(!what, "[gpu] {}", what); }
+
+#ifdef K3_CUDA
+
+namespace {
+
+bool ok(cudaError_t e) {
+  if (e != cudaSuccess) cudaGetLastError();  // or the next call would find it again
+  return e == cudaSuccess;
+}
+void check_call(cudaError_t e, const char* doing) { K3_CHECK(ok(e), "[gpu] {} failed: {} ({})", doing, cudaGetErrorString(e), cudaGetErrorName(e)); }
+
+// Calls of the driver, looked up so that the program also starts where there is no driver.
+template <class F>
+F driver(const char* name) {
+  void* f = nullptr;
+  cudaDriverEntryPointQueryResult found;
+  check_call(cudaGetDriverEntryPointByVersion(name, &f, 12000, cudaEnableDefault, &found), name);
+  K3_CHECK(f, "[gpu] the driver has no {}: it is older than CUDA 12; update it", name);
+  return reinterpret_cast<F>(f);
+}
+struct Driver {
+  decltype(&cuMemAddressReserve) address_reserve = driver<decltype(&cuMemAddressReserve)>("cuMemAddressReserve");
+  decltype(&cuMemAddressFree) address_free = driver<decltype(&cuMemAddressFree)>("cuMemAddressFree");
+  decltype(&cuMemCreate) create = driver<decltype(&cuMemCreate)>("cuMemCreate");
+  decltype(&cuMemRelease) release = driver<decltype(&cuMemRelease)>("cuMemRelease");
+  decltype(&cuMemMap) map = driver<decltype(&cuMemMap)>("cuMemMap");
+  decltype(&cuMemUnmap) unmap = driver<decltype(&cuMemUnmap)>("cuMemUnmap");
+  decltype(&cuMemSetAccess) set_access = driver<decltype(&cuMemSetAccess)>("cuMemSetAccess");
+};
+const Driver& driver_calls() {
+  static const Driver d;
+  return d;
+}
+
+constexpr size_t kPage = size_t(2) << 20;
+size_t in_pages(size_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
+
+[[noreturn]] void no_room(size_t bytes) {
+  size_t free = 0, total = 0;
+  ok(cudaMemGetInfo(&free, &total));
+  cudaDeviceProp p;
+  ok(cudaGetDeviceProperties(&p, 0));
+  fail("[gpu] no room for {} MB more: of the {} MB of {} {} MB are free, so at most that fits; use a smaller model, batch or context", bytes >> 20,
+       total >> 20, p.name, free >> 20);
+}
+
+}  // namespace
+
+std::string why_not() {
+  int count = 0;
+  const cudaError_t e = cudaGetDeviceCount(&count);
+  if (!ok(e) || count == 0)
+    return fmt::format("there is no usable NVIDIA GPU here ({}); needs an H100 or H200 and a driver of CUDA {}, or use --device cpu",
+                       e == cudaSuccess ? "the driver finds none" : cudaGetErrorString(e), CUDART_VERSION / 1000);
+  cudaDeviceProp p;
+  if (!ok(cudaGetDeviceProperties(&p, 0))) return "the GPU does not say what it is; use --device cpu";
+  if (p.major != 9)
+    return fmt::format("the GPU here is a {} of compute capability {}.{}, but the kernels of this build need 9.0 (H100, H200); use --device cpu",
+                       p.name, p.major, p.minor);
+  return "";
+}
+
+void* stream() {
+  static cudaStream_t s = [] {
+    require();
+    cudaStream_t made;
+    check_call(cudaStreamCreateWithFlags(&made, cudaStreamNonBlocking), "making a stream");
+    return made;
+  }();
+  return s;
+}
+
+static cudaStream_t queue() { return static_cast<cudaStream_t>(stream()); }
+
+char* allocate(size_t bytes) {
+  queue();
+  void* p = nullptr;
+  if (!ok(cudaMalloc(&p, bytes))) no_room(bytes);
+  clear(p, bytes);
+  return static_cast<char*>(p);
+}
+
+void release(char* p) {
+  if (p) ok(cudaStreamSynchronize(queue())), ok(cudaFree(p));
+}
+
+char* reserve(size_t bytes) {
+  queue();
+  CUdeviceptr p = 0;
+  K3_CHECK(driver_calls().address_reserve(&p, in_pages(bytes), 0, 0, 0) == CUDA_SUCCESS, "[gpu] the driver has no {} MB of addresses", bytes >> 20);
+  return reinterpret_cast<char*>(p);
+}
+
+size_t commit(char* base, size_t committed, size_t wanted, size_t bytes) {
+  if (wanted <= committed) return committed;
+  const size_t all = in_pages(bytes);
+  // a quarter more than now, so that a growing arena asks seldom
+  size_t more = in_pages(std::max(wanted, std::min(all, committed + committed / 4))) - committed;
+  CUmemAllocationProp kind{};
+  kind.type = CU_MEM_ALLOCATION_TYPE_PINNED, kind.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
+  CUmemGenericAllocationHandle memory;
+  CUresult r = driver_calls().create(&memory, more, &kind, 0);
+  if (r != CUDA_SUCCESS) more = in_pages(wanted) - committed, r = driver_calls().create(&memory, more, &kind, 0);
+  if (r != CUDA_SUCCESS) no_room(more);
+  const auto at = reinterpret_cast<CUdeviceptr>(base) + committed;
+  CUmemAccessDesc access{};
+  access.location = kind.location, access.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
+  r = driver_calls().map(at, more, 0, memory, 0);
+  if (r == CUDA_SUCCESS) r = driver_calls().set_access(at, more, &access, 1);
+  driver_calls().release(memory);  // the mapping keeps it
+  K3_CHECK(r == CUDA_SUCCESS, "[gpu] mapping {} MB failed with driver error {}", more >> 20, int(r));
+  return committed + more;
+}
+
+void unreserve(char* base, size_t committed, size_t bytes) {
+  if (!base) return;
+  ok(cudaStreamSynchronize(queue()));
+  if (committed) driver_calls().unmap(reinterpret_cast<CUdeviceptr>(base), committed);
+  driver_calls().address_free(reinterpret_cast<CUdeviceptr>(base), in_pages(bytes));
+}
+
+void upload(void* device, const void* host, size_t bytes) {
+  if (bytes) check_call(cudaMemcpyAsync(device, host, bytes, cudaMemcpyHostToDevice, queue()), "a copy to the GPU");
+}
+void download(void* host, const void* device, size_t bytes) {
+  if (bytes) check_call(cudaMemcpyAsync(host, device, bytes, cudaMemcpyDeviceToHost, queue()), "a copy from the GPU");
+  synchronize();
+}
+void copy(void* to, const void* from, size_t bytes) {
+  if (bytes) check_call(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, queue()), "a copy on the GPU");
+}
+void fill(void* p, int byte, size_t bytes) {
+  if (bytes) check_call(cudaMemsetAsync(p, byte, bytes, queue()), "filling GPU memory");
+}
+void synchronize() { check_call(cudaStreamSynchronize(queue()), "a kernel"); }
+
+#else
+
+std::string why_not() {
+  return "this build has no CUDA; configure it with cmake --preset cuda where the CUDA toolkit is installed, or use --device cpu";
+}
+
+// Each of these is an Error: there is nothing that it could be called with.
+void* stream() { return require(), nullptr; }
+char* allocate(size_t) { return require(), nullptr; }
+void release(char*) {}
+char* reserve(size_t) { return require(), nullptr; }
+size_t commit(char*, size_t, size_t, size_t) { return require(), 0; }
+void unreserve(char*, size_t, size_t) {}
+void upload(void*, const void*, size_t) { require(); }
+void download(void*, const void*, size_t) { require(); }
+void copy(void*, const void*, size_t) { require(); }
+void fill(void*, int, size_t) { require(); }
+void synchronize() { require(); }
+
+#endif
+
+}  // namespace gpu
+}  // namespace k3

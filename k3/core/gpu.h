@@ -1,0 +1,72 @@
+#pragma once
+// gpu: the one GPU of the process. Memory, copies, and the one stream into which everything is enqueued in order; so memory that is given
+// back may be lent again at once, and only download() and synchronize() wait.
+//
+//   if (c.device == Device::cpu) cpu::norm().rms_norm_forward(a);
+//   if constexpr (gpu::kBuilt) {
+//     if (c.device == Device::cuda) gpu::check(cuda::rms_norm_forward(a, gpu::stream()));   // a launcher: null, or what it cannot serve
+//   }
+//
+// A build without CUDA has all these functions, and each is an Error that says how to get CUDA; launchers it has none, and `if constexpr`
+// keeps their names out of it. Errors: no GPU, one that the kernels were not built for, no room (with what there is).
+#include <cstddef>
+#include <string>
+
+#include "k3/core/tensor.h"
+
+namespace k3::gpu {
+
+#ifdef K3_CUDA
+inline constexpr bool kBuilt = true;
+#else
+inline constexpr bool kBuilt = false;
+#endif
+
+std::string why_not();  // why there is no GPU to compute on, as one sentence; empty when there is one
+void require();         // the same as an Error
+
+void* stream();                // cudaStream_t
+void check(const char* what);  // a launcher's answer
+
+char* allocate(size_t bytes);  // zeroed
+void release(char* p);
+// Address space that becomes memory from its beginning on, as far as it is committed: capacity costs nothing, and nothing ever moves.
+char* reserve(size_t bytes);
+size_t commit(char* base, size_t committed, size_t wanted, size_t bytes);  // the new `committed`, at least `wanted`
+void unreserve(char* base, size_t committed, size_t bytes);
+
+void upload(void* device, const void* host, size_t bytes);  // host memory may be used again on return
+void download(void* host, const void* device, size_t bytes);
+void copy(void* to, const void* from, size_t bytes);
+void fill(void* p, int byte, size_t bytes);
+inline void clear(void* p, size_t bytes) { fill(p, 0, bytes); }
+void synchronize();  // waits; an Error when a kernel failed
+
+}  // namespace k3::gpu
+
+namespace k3 {
+
+// The same bytes where the CPU can read them: the tensor itself, or a copy as long as this object lives.
+class HostCopy {
+ public:
+  explicit HostCopy(const Tensor& t) : tensor_(t) {
+    if (t.device() != Device::cuda) return;
+    bytes_.resize(t.bytes());
+    gpu::download(bytes_.data(), t.data(), t.bytes());
+    tensor_ = Tensor(bytes_.data(), t.dtype(), t.shape());
+  }
+  HostCopy(const HostCopy&) = delete;
+  const Tensor& tensor() const { return tensor_; }
+  const float* f32() const { return tensor_.f32(); }
+  const int32_t* i32() const { return tensor_.i32(); }
+
+ private:
+  std::string bytes_;  // aligned as operator new aligns
+  Tensor tensor_;
+};
+
+// Fills a tensor, wherever it lives, from memory of the CPU; or from another tensor of the same device.
+void write(const Tensor& to, const void* from);
+void copy_values(const Tensor& to, const Tensor& from);
+
+}  // namespace k3

@@ -1,0 +1,22 @@
+#pragma once
+// listed: short lists that the host makes (rows, sequences, pointers), where the kernels of a device read them.
+//
+//   a.rows = listed(c.device, scratch, plan.rows);   // the vector's own memory; on a GPU a copy, lent from scratch
+#include <type_traits>
+#include <vector>
+
+#include "k3/core/arena.h"
+#include "k3/core/gpu.h"
+
+namespace k3 {
+
+template <class Lender, class T>
+const T* listed(Device device, Lender& lender, const std::vector<T>& v) {
+  static_assert(std::is_trivially_copyable_v<T>);
+  if (device != Device::cuda) return v.data();
+  Tensor t = lender.lend(DType::u8, {int64_t(v.size() * sizeof(T))});
+  if (!v.empty()) gpu::upload(t.data(), v.data(), t.bytes());
+  return static_cast<const T*>(t.data());
+}
+
+}  // namespace k3

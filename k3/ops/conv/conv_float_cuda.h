@@ -1,0 +1,14 @@
+#pragma once
+// conv_silu on the GPU, float32 and any width up to kConvMaxWidth; the arguments are those of the CPU, with pointers of device memory. Null,
+// or a sentence about what cannot be served.
+#include "k3/ops/conv/conv_kernels.h"
+
+namespace k3::cuda {
+
+const char* conv_silu_forward(const cpu::ConvArgs&, void* stream);
+// `readers` (rows, width) is scratch: which row reads a row as its tap j
+const char* conv_silu_backward(const cpu::ConvArgs&, int32_t* readers, void* stream);
+// state row moves[2 i] = row moves[2 i + 1] of x, for each of n
+const char* conv_remember(const float* x, float* state, int64_t channels, const int32_t* moves, int64_t n, void* stream);
+
+}  // namespace k3::cuda

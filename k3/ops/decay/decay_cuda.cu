@@ -1,0 +1,90 @@
+// Bound by memory. Backward: a block has 32 channels; its eight warps take every eighth row, so each channel's sums have one fixed order,
+// then the heads add their channels in order.
+#include "k3/core/block.cuh"
+#include "k3/ops/decay/decay_cuda.h"
+
+namespace k3::cuda {
+namespace {
+
+constexpr int kThreads = 256, kRowLanes = 8;
+
+// Beyond e^60 every gate is saturated, and infinity times zero is near.
+__device__ __forceinline__ float rate_of(const cpu::DecayArgs& a, int64_t channel) {
+  const float A = a.A_log[channel / a.dim];
+  return expf(A > 60.f ? 60.f : A);
+}
+__device__ __forceinline__ float softplus(float x) { return fmaxf(x, 0.f) + log1pf(expf(-fabsf(x))); }
+
+template <Decay kind>
+__device__ __forceinline__ float gate(const cpu::DecayArgs& a, float rate, float v) {
+  if constexpr (kind == Decay::bounded) return a.lower_bound * exact_sigmoid(rate * v);
+  const float g = -rate * (v != v ? v : softplus(v));
+  return g < -1e30f ? -1e30f : g;
+}
+
+template <Decay kind>
+__global__ void __launch_bounds__(kThreads) forward_kernel(const cpu::DecayArgs a) {
+  const int64_t width = a.heads * a.dim, i = int64_t(blockIdx.x) * kThreads + threadIdx.x;
+  if (i >= a.rows * width) return;
+  const int64_t channel = i % width;
+  a.g[i] = gate<kind>(a, rate_of(a, channel), a.z[i] + a.bias[channel]);
+}
+
+template <Decay kind>
+__global__ void __launch_bounds__(kThreads) backward_kernel(const cpu::DecayArgs a) {
+  __shared__ float part[2][kRowLanes][33];
+  const int c = threadIdx.x & 31, lane = threadIdx.x >> 5;
+  const int64_t width = a.heads * a.dim, i = int64_t(blockIdx.x) * 32 + c;
+  float dbias = 0.f, dA = 0.f;
+  if (i < width) {
+    const float rate = rate_of(a, i), bias = a.bias[i];
+    for (int64_t n = lane; n < a.rows; n += kRowLanes) {
+      const int64_t at = n * width + i;
+      const float v = a.z[at] + bias, dg = a.dg[at];
+      float dz, dA_row;
+      if constexpr (kind == Decay::bounded) {
+        dz = dg * a.lower_bound * exact_sigmoid(rate * v) * exact_sigmoid(-(rate * v)) * rate;
+        dA_row = dz * v;
+      } else {
+        dz = -dg * rate * exact_sigmoid(v);
+        dA_row = dg * gate<kind>(a, rate, v);
+      }
+      a.dz[at] += dz;
+      dbias += dz, dA += dA_row;
+    }
+  }
+  part[0][lane][c] = dbias, part[1][lane][c] = dA;
+  __syncthreads();
+  if (lane || i >= width) return;
+  for (int l = 1; l < kRowLanes; ++l) dbias += part[0][l][c], dA += part[1][l][c];
+  if (a.dbias) a.dbias[i] += dbias;
+  a.dA_channel[i] = dA;
+}
+
+__global__ void __launch_bounds__(128) head_kernel(const cpu::DecayArgs a) {
+  const int64_t h = int64_t(blockIdx.x) * 128 + threadIdx.x;
+  if (h >= a.heads) return;
+  float sum = 0.f;
+  for (int64_t i = h * a.dim; i < (h + 1) * a.dim; ++i) sum += a.dA_channel[i];
+  a.dA_log[h] += sum;
+}
+
+}  // namespace
+
+const char* decay_forward(Decay kind, const cpu::DecayArgs& a, void* stream) {
+  const int64_t n = a.rows * a.heads * a.dim;
+  if (n == 0) return nullptr;
+  if (kind == Decay::bounded) forward_kernel<Decay::bounded><<<blocks_for(n, kThreads), kThreads, 0, stream_of(stream)>>>(a);
+  else forward_kernel<Decay::softplus><<<blocks_for(n, kThreads), kThreads, 0, stream_of(stream)>>>(a);
+  return launched();
+}
+const char* decay_backward(Decay kind, const cpu::DecayArgs& a, void* stream) {
+  const int64_t width = a.heads * a.dim;
+  if (width == 0 || a.rows == 0) return nullptr;
+  if (kind == Decay::bounded) backward_kernel<Decay::bounded><<<blocks_for(width, 32), kThreads, 0, stream_of(stream)>>>(a);
+  else backward_kernel<Decay::softplus><<<blocks_for(width, 32), kThreads, 0, stream_of(stream)>>>(a);
+  if (a.dA_log) head_kernel<<<blocks_for(a.heads, 128), 128, 0, stream_of(stream)>>>(a);
+  return launched();
+}
+
+}  // namespace k3::cuda

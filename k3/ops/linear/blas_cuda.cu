@@ -1,0 +1,99 @@
+// cuBLASLt thinks in columns: C^T = op(B)^T op(A)^T, so its first matrix is our B and its second our A, each as it lies. The algorithm of a
+// shape is asked for once.
+#include <cublasLt.h>
+#include <cuda_bf16.h>
+#include <cuda_runtime.h>
+
+#include <map>
+#include <mutex>
+#include <tuple>
+
+#include "k3/core/block.cuh"
+#include "k3/ops/linear/blas_cuda.h"
+
+namespace k3::cuda {
+namespace {
+
+constexpr size_t kWorkspace = size_t(32) << 20;
+
+struct Plan {
+  cublasLtMatmulDesc_t product = nullptr;
+  cublasLtMatrixLayout_t first = nullptr, second = nullptr, result = nullptr;
+  cublasLtMatmulAlgo_t algorithm;
+  bool found = false;
+};
+
+struct Library {
+  cublasLtHandle_t handle = nullptr;
+  void* workspace = nullptr;
+  const char* problem = nullptr;
+  std::mutex mutex;
+  std::map<std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, bool, bool, bool>, Plan> plans;
+  Library() {
+    if (cublasLtCreate(&handle) != CUBLAS_STATUS_SUCCESS) problem = "[linear] cuBLASLt does not start";
+    else if (cudaMalloc(&workspace, kWorkspace) != cudaSuccess) problem = "[linear] no room for 32 MB of cuBLASLt's workspace";
+  }
+  Plan& plan(const Product& p) {
+    std::lock_guard lock(mutex);
+    auto [at, fresh] = plans.try_emplace({p.m, p.n, p.k, p.lda, p.ldb, p.ldc, p.a_transposed, p.b_transposed, p.accumulate});
+    Plan& q = at->second;
+    if (!fresh) return q;
+    const cublasOperation_t of_first = p.b_transposed ? CUBLAS_OP_T : CUBLAS_OP_N, of_second = p.a_transposed ? CUBLAS_OP_T : CUBLAS_OP_N;
+    cublasLtMatmulDescCreate(&q.product, CUBLAS_COMPUTE_32F, CUDA_R_32F);
+    cublasLtMatmulDescSetAttribute(q.product, CUBLASLT_MATMUL_DESC_TRANSA, &of_first, sizeof of_first);
+    cublasLtMatmulDescSetAttribute(q.product, CUBLASLT_MATMUL_DESC_TRANSB, &of_second, sizeof of_second);
+    cublasLtMatrixLayoutCreate(&q.first, CUDA_R_16BF, uint64_t(p.b_transposed ? p.k : p.n), uint64_t(p.b_transposed ? p.n : p.k), p.ldb);
+    cublasLtMatrixLayoutCreate(&q.second, CUDA_R_16BF, uint64_t(p.a_transposed ? p.m : p.k), uint64_t(p.a_transposed ? p.k : p.m), p.lda);
+    cublasLtMatrixLayoutCreate(&q.result, CUDA_R_32F, uint64_t(p.n), uint64_t(p.m), p.ldc);
+    cublasLtMatmulPreference_t wish;
+    cublasLtMatmulPreferenceCreate(&wish);
+    const size_t room = kWorkspace;
+    cublasLtMatmulPreferenceSetAttribute(wish, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &room, sizeof room);
+    const uint32_t align = 16;
+    for (auto which : {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES,
+                       CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES})
+      cublasLtMatmulPreferenceSetAttribute(wish, which, &align, sizeof align);
+    cublasLtMatmulHeuristicResult_t best;
+    int count = 0;
+    const auto status = cublasLtMatmulAlgoGetHeuristic(handle, q.product, q.first, q.second, q.result, q.result, wish, 1, &best, &count);
+    cublasLtMatmulPreferenceDestroy(wish);
+    q.found = status == CUBLAS_STATUS_SUCCESS && count > 0;
+    if (q.found) q.algorithm = best.algo;
+    return q;
+  }
+};
+
+__global__ void __launch_bounds__(256) narrow_kernel(const float* from, __nv_bfloat16* to, int64_t n) {
+  const int64_t i = (int64_t(blockIdx.x) * 256 + threadIdx.x) * 4;
+  if (i + 4 <= n) {
+    const float4 x = *reinterpret_cast<const float4*>(from + i);
+    __nv_bfloat162 low = __floats2bfloat162_rn(x.x, x.y), high = __floats2bfloat162_rn(x.z, x.w);
+    uint2 y;
+    memcpy(&y.x, &low, 4), memcpy(&y.y, &high, 4);
+    *reinterpret_cast<uint2*>(to + i) = y;
+  } else {
+    for (int64_t j = i; j < n; ++j) to[j] = __float2bfloat16_rn(from[j]);
+  }
+}
+
+}  // namespace
+
+const char* blas_product(const Product& p, const void* a, const void* b, void* stream) {
+  if (p.m <= 0 || p.n <= 0) return nullptr;
+  static Library library;
+  if (library.problem) return library.problem;
+  const Plan& q = library.plan(p);
+  if (!q.found) return "[linear] cuBLASLt has no product of this shape; leave out --bf16";
+  const float one = 1, keep = p.accumulate ? 1 : 0;
+  const auto status = cublasLtMatmul(library.handle, q.product, &one, b, q.first, a, q.second, &keep, p.c, q.result, p.c, q.result, &q.algorithm, library.workspace,
+                                     kWorkspace, stream_of(stream));
+  return status == CUBLAS_STATUS_SUCCESS ? nullptr : cublasLtGetStatusString(status);
+}
+
+const char* narrow(const float* from, void* to, int64_t n, void* stream) {
+  if (n == 0) return nullptr;
+  narrow_kernel<<<blocks_for(n, 1024), 256, 0, stream_of(stream)>>>(from, static_cast<__nv_bfloat16*>(to), n);
+  return launched();
+}
+
+}  // namespace k3::cuda
