@@ -1,10 +1,13 @@
 // k3: train, run and plan language models of the Kimi K3 family.
 #include <fmt/core.h>
+#include <unistd.h>
 
+#include <cstdlib>
 #include <new>
 
 #include "k3/cli/commands.h"
 #include "k3/core/error.h"
+#include "k3/core/file.h"
 #include "k3/core/gpu.h"
 #include "k3/core/isa.h"
 #include "k3/core/nearest.h"
@@ -39,6 +42,14 @@ std::string with_suggestion(const CLI::App& app, const CLI::ParseError& e, int a
   return e.what();
 }
 
+// OpenMP reads when it is loaded how long a waiting thread spins before it sleeps. Its own choice, milliseconds, is ruinous as soon as another
+// program wants the core (docs/log.md), so the program starts itself once more with a short one, unless the user chose.
+void start_with_short_spins(char** argv) {
+  if (std::getenv("GOMP_SPINCOUNT") || std::getenv("OMP_WAIT_POLICY")) return;
+  setenv("GOMP_SPINCOUNT", "1000", 1);
+  execv("/proc/self/exe", argv);  // where there is no such file: as it was
+}
+
 }  // namespace
 
 void k3::add_device(CLI::App* command, Device& device, bool& bf16) {
@@ -57,6 +68,8 @@ void k3::add_device(CLI::App* command, Device& device, bool& bf16) {
 }
 
 int main(int argc, char** argv) {
+  start_with_short_spins(argv);
+  k3::explain_lost_pages();
   CLI::App app{"k3: train, run and plan language models of the Kimi K3 family"};
   app.require_subcommand(1);
   app.set_version_flag("--version", "k3 0.1");

@@ -1,10 +1,12 @@
 #include "k3/core/file.h"
 
 #include <fcntl.h>
+#include <signal.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cerrno>
 #include <cstring>
 #include <utility>
@@ -12,6 +14,48 @@
 #include "k3/core/error.h"
 
 namespace k3 {
+
+namespace {
+
+// The newest mappings, for a signal handler: no locks, no memory of its own.
+struct Listed {
+  std::atomic<const char*> data{nullptr};
+  size_t size = 0;
+  char path[512] = {};
+};
+Listed g_listed[256];
+
+int list_mapping(const char* data, size_t size, const std::string& path) {
+  for (int i = 0; i < 256; ++i) {
+    const char* none = nullptr;
+    if (!g_listed[i].data.compare_exchange_strong(none, data)) continue;
+    g_listed[i].size = size;
+    std::strncpy(g_listed[i].path, path.c_str(), sizeof g_listed[i].path - 1);
+    return i;
+  }
+  return -1;
+}
+
+void on_lost_page(int, siginfo_t* info, void*) {
+  auto say = [](const char* text) { [[maybe_unused]] ssize_t n = write(STDERR_FILENO, text, std::strlen(text)); };
+  const char* at = static_cast<const char*>(info->si_addr);
+  const char* path = "a mapped file";
+  for (const Listed& l : g_listed) {
+    const char* data = l.data.load();
+    if (data && at >= data && at < data + l.size) path = l.path;
+  }
+  say("\nk3: [file] "), say(path), say(" became shorter while it was used, or its disk can't be read; put it back and run again\n");
+  _exit(1);
+}
+
+}  // namespace
+
+void explain_lost_pages() {
+  struct sigaction action {};
+  action.sa_sigaction = on_lost_page;
+  action.sa_flags = SA_SIGINFO;
+  sigaction(SIGBUS, &action, nullptr);
+}
 
 MappedFile::MappedFile(const std::string& path) {
   int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC);
@@ -28,18 +72,21 @@ MappedFile::MappedFile(const std::string& path) {
     close(fd);
     K3_CHECK(p != MAP_FAILED, "[file] cannot map {} ({} bytes): {}", path, size_, std::strerror(problem));
     data_ = static_cast<const char*>(p);
+    listed_ = list_mapping(data_, size_, path);
   } else {
     close(fd);
   }
 }
 
 MappedFile::~MappedFile() {
+  if (listed_ >= 0) g_listed[listed_].data = nullptr;
   if (data_) munmap(const_cast<char*>(data_), size_);
 }
 
 MappedFile& MappedFile::operator=(MappedFile&& o) noexcept {
   std::swap(data_, o.data_);
   std::swap(size_, o.size_);
+  std::swap(listed_, o.listed_);
   return *this;
 }
 

@@ -23,7 +23,12 @@ class MappedFile {
  private:
   const char* data_ = nullptr;
   size_t size_ = 0;
+  int listed_ = -1;  // for explain_lost_pages()
 };
+
+// From this call on a page of a mapped file that can't be had any more (the file was cut while it was in use, or its disk fails) ends the program
+// with a sentence that names the file; without it the system would end it without one.
+void explain_lost_pages();
 
 std::string read_file(const std::string& path);
 
