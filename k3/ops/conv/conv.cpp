@@ -190,7 +190,9 @@ Var conv_silu(Var x, Param& w, const Batch& batch, ConvState* state) {
     if constexpr (gpu::kBuilt) {
       if (c.device != Device::cuda) return;
       Scratch scratch(*c.arena);
-      gpu::check(cuda::conv_silu_backward(b, scratch.lend(DType::i32, {rows, width}).i32(), gpu::stream()));
+      int32_t* readers = scratch.lend(DType::i32, {rows, width}).i32();
+      float* partial = b.dw ? scratch.lend(DType::f32, {cuda::conv_chunks(rows), channels, width}).f32() : nullptr;
+      gpu::check(cuda::conv_silu_backward(b, readers, partial, gpu::stream()));
     }
   });
   return y;

@@ -1,5 +1,5 @@
 // Bound by memory; neighbours' rows come from the cache. One chain over the taps, oldest first, as on the CPU. Backward: the thread of a row
-// of x gathers from the rows that read it, newest tap first, so dx has one owner; dw has one too, eight warps that take every eighth row.
+// of x gathers from the rows that read it, newest tap first, so dx has one owner. dw: a block sums kConvChunk rows, its eight warps every eighth of them; then the blocks in order.
 #include "k3/core/block.cuh"
 #include "k3/ops/conv/conv_float_cuda.h"
 
@@ -57,13 +57,13 @@ __global__ void __launch_bounds__(kThreads) dx_kernel(const ConvArgs a, const in
   a.dx[r * a.channels + c] = dx;
 }
 
-__global__ void __launch_bounds__(32 * kRowLanes) dw_kernel(const ConvArgs a) {
+__global__ void __launch_bounds__(32 * kRowLanes) dw_kernel(const ConvArgs a, float* partial) {
   __shared__ float part[kRowLanes][kConvMaxWidth][32];
   const int lane = threadIdx.x >> 5, column = threadIdx.x & 31;
   const int64_t c = int64_t(blockIdx.x) * 32 + column;
   float sum[kConvMaxWidth] = {};
   if (c < a.channels)
-    for (int64_t n = lane; n < a.rows; n += kRowLanes) {
+    for (int64_t n = int64_t(blockIdx.y) * kConvChunk + lane, end = min(a.rows, (int64_t(blockIdx.y) + 1) * kConvChunk); n < end; n += kRowLanes) {
       const int32_t* taps = a.taps + n * a.width;
       if (taps[a.width - 1] == cpu::kConvPadding) continue;
       const float da = slope(convolved(a, taps, c), a.dy[n * a.channels + c]);
@@ -79,8 +79,16 @@ __global__ void __launch_bounds__(32 * kRowLanes) dw_kernel(const ConvArgs a) {
   for (int j = 0; j < a.width; ++j) {
     float total = 0.f;
     for (int l = 0; l < kRowLanes; ++l) total += part[l][j][column];
-    a.dw[c * a.width + j] += total;
+    partial[(int64_t(blockIdx.y) * a.channels + c) * a.width + j] = total;
   }
+}
+__global__ void __launch_bounds__(kThreads) join_kernel(const float* partial, int64_t chunks, int64_t n, float* dw) {
+  const int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x;
+  if (i >= n) return;
+  float sum = 0.f;
+#pragma unroll 8
+  for (int64_t b = 0; b < chunks; ++b) sum += partial[b * n + i];
+  dw[i] += sum;
 }
 
 __global__ void __launch_bounds__(kThreads) remember_kernel(const float* x, float* state, int64_t channels, const int32_t* moves) {
@@ -96,13 +104,17 @@ const char* conv_silu_forward(const ConvArgs& a, void* stream) {
   return launched();
 }
 
-const char* conv_silu_backward(const ConvArgs& a, int32_t* readers, void* stream) {
+const char* conv_silu_backward(const ConvArgs& a, int32_t* readers, float* partial, void* stream) {
   if (a.rows == 0 || a.channels == 0) return nullptr;
   const cudaStream_t s = stream_of(stream);
   cudaMemsetAsync(readers, 0xff, size_t(a.rows * a.width) * sizeof(int32_t), s);
   readers_kernel<<<blocks_for(a.rows * a.width, kThreads), kThreads, 0, s>>>(a, readers);
   dx_kernel<<<dim3(unsigned(a.rows), blocks_for(a.channels, kThreads)), kThreads, 0, s>>>(a, readers);
-  if (a.dw) dw_kernel<<<blocks_for(a.channels, 32), 32 * kRowLanes, 0, s>>>(a);
+  if (a.dw) {
+    const int64_t chunks = conv_chunks(a.rows), n = a.channels * a.width;
+    dw_kernel<<<dim3(blocks_for(a.channels, 32), unsigned(chunks)), 32 * kRowLanes, 0, s>>>(a, partial);
+    join_kernel<<<blocks_for(n, kThreads), kThreads, 0, s>>>(partial, chunks, n, a.dw);
+  }
   return launched();
 }
 

@@ -43,7 +43,8 @@ Var decay(const char* name, Var z, Param& A_log, Param& dt_bias, int64_t heads, 
     c.cost(name, {.flops = 16 * n, .bytes = 16 * n});
     if (c.device == Device::cpu) backward(b);
     if constexpr (gpu::kBuilt) {
-      if (c.device == Device::cuda) gpu::check(cuda::decay_backward(on_gpu, b, gpu::stream()));
+      if (c.device == Device::cuda)
+        gpu::check(cuda::decay_backward(on_gpu, b, scratch.lend(DType::f32, {cuda::decay_chunks(b.rows), 2, width}).f32(), gpu::stream()));
     }
   });
   return g;

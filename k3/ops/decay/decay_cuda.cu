@@ -1,5 +1,5 @@
-// Bound by memory. Backward: a block has 32 channels; its eight warps take every eighth row, so each channel's sums have one fixed order,
-// then the heads add their channels in order.
+// Bound by memory. Backward: a block has 32 channels of kDecayChunk rows, of which its eight warps take every eighth; then the blocks' sums are
+// added in order, and the heads add their channels in order.
 #include "k3/core/block.cuh"
 #include "k3/ops/decay/decay_cuda.h"
 
@@ -31,14 +31,14 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(const cpu::DecayArgs 
 }
 
 template <Decay kind>
-__global__ void __launch_bounds__(kThreads) backward_kernel(const cpu::DecayArgs a) {
+__global__ void __launch_bounds__(kThreads) backward_kernel(const cpu::DecayArgs a, float* partial) {
   __shared__ float part[2][kRowLanes][33];
   const int c = threadIdx.x & 31, lane = threadIdx.x >> 5;
   const int64_t width = a.heads * a.dim, i = int64_t(blockIdx.x) * 32 + c;
   float dbias = 0.f, dA = 0.f;
   if (i < width) {
     const float rate = rate_of(a, i), bias = a.bias[i];
-    for (int64_t n = lane; n < a.rows; n += kRowLanes) {
+    for (int64_t n = int64_t(blockIdx.y) * kDecayChunk + lane, end = min(a.rows, (int64_t(blockIdx.y) + 1) * kDecayChunk); n < end; n += kRowLanes) {
       const int64_t at = n * width + i;
       const float v = a.z[at] + bias, dg = a.dg[at];
       float dz, dA_row;
@@ -57,6 +57,15 @@ __global__ void __launch_bounds__(kThreads) backward_kernel(const cpu::DecayArgs
   __syncthreads();
   if (lane || i >= width) return;
   for (int l = 1; l < kRowLanes; ++l) dbias += part[0][l][c], dA += part[1][l][c];
+  partial[int64_t(blockIdx.y) * 2 * width + i] = dbias, partial[(int64_t(blockIdx.y) * 2 + 1) * width + i] = dA;
+}
+
+__global__ void __launch_bounds__(128) join_kernel(const cpu::DecayArgs a, const float* partial, int64_t chunks) {
+  const int64_t width = a.heads * a.dim, i = int64_t(blockIdx.x) * 128 + threadIdx.x;
+  if (i >= width) return;
+  float dbias = 0.f, dA = 0.f;
+#pragma unroll 8
+  for (int64_t b = 0; b < chunks; ++b) dbias += partial[b * 2 * width + i], dA += partial[(b * 2 + 1) * width + i];
   if (a.dbias) a.dbias[i] += dbias;
   a.dA_channel[i] = dA;
 }
@@ -78,11 +87,14 @@ const char* decay_forward(Decay kind, const cpu::DecayArgs& a, void* stream) {
   else forward_kernel<Decay::softplus><<<blocks_for(n, kThreads), kThreads, 0, stream_of(stream)>>>(a);
   return launched();
 }
-const char* decay_backward(Decay kind, const cpu::DecayArgs& a, void* stream) {
+const char* decay_backward(Decay kind, const cpu::DecayArgs& a, float* partial, void* stream) {
   const int64_t width = a.heads * a.dim;
   if (width == 0 || a.rows == 0) return nullptr;
-  if (kind == Decay::bounded) backward_kernel<Decay::bounded><<<blocks_for(width, 32), kThreads, 0, stream_of(stream)>>>(a);
-  else backward_kernel<Decay::softplus><<<blocks_for(width, 32), kThreads, 0, stream_of(stream)>>>(a);
+  const int64_t chunks = decay_chunks(a.rows);
+  const dim3 grid(blocks_for(width, 32), unsigned(chunks));
+  if (kind == Decay::bounded) backward_kernel<Decay::bounded><<<grid, kThreads, 0, stream_of(stream)>>>(a, partial);
+  else backward_kernel<Decay::softplus><<<grid, kThreads, 0, stream_of(stream)>>>(a, partial);
+  join_kernel<<<blocks_for(width, 128), 128, 0, stream_of(stream)>>>(a, partial, chunks);
   if (a.dA_log) head_kernel<<<blocks_for(a.heads, 128), 128, 0, stream_of(stream)>>>(a);
   return launched();
 }

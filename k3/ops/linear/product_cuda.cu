@@ -37,7 +37,8 @@ struct Slice {
       r[j] = o < kOuter && k < kDepth && o0 + o < rows && k0 + k < depth ? widened(x.p[(o0 + o) * x.outer + (k0 + k) * x.along]) : 0.f;
     }
   }
-  __device__ __forceinline__ void store(float (*s)[kOuter + 1], bool along_k) const {
+  template <int kStride>
+  __device__ __forceinline__ void store(float (*s)[kStride], bool along_k) const {
 #pragma unroll
     for (int j = 0; j < kEach; ++j) {
       int o, k;
@@ -47,11 +48,35 @@ struct Slice {
   }
 };
 
-// Thread (tm, tn) has rows tm, tm + kTm, ... and columns tn, tn + kTn, ... of the tile: neighbours read neighbouring words.
+// A thread's share of one side of a tile: runs of kRun neighbours, read from shared memory at once, the runs of all threads side by side.
+template <int kSide, int kThreadsOfSide>
+struct Share {
+  static constexpr int kEach = kSide / kThreadsOfSide, kRun = kEach < 4 ? kEach : 4;
+  static constexpr int kStride = kSide + kRun;  // of a row in shared memory: keeps runs aligned and spreads columns over the banks
+  __device__ __forceinline__ static int at(int thread, int i) { return i / kRun * kThreadsOfSide * kRun + thread * kRun + i % kRun; }
+  __device__ __forceinline__ static void read(const float* s, int thread, float (&x)[kEach]) {
+#pragma unroll
+    for (int i = 0; i < kEach; i += kRun) {
+      const float* p = s + at(thread, i);
+      if constexpr (kRun == 4) {
+        const float4 v = *reinterpret_cast<const float4*>(p);
+        x[i] = v.x, x[i + 1] = v.y, x[i + 2] = v.z, x[i + 3] = v.w;
+      } else if constexpr (kRun == 2) {
+        const float2 v = *reinterpret_cast<const float2*>(p);
+        x[i] = v.x, x[i + 1] = v.y;
+      } else {
+        x[i] = *p;
+      }
+    }
+  }
+};
+
 template <class TB, int kM, int kN, int kDepth, int kTm>
-__global__ void __launch_bounds__(kThreads) product_kernel(Operand<float> a, Operand<TB> b, float* c, int64_t ldc, int64_t m, int64_t n, int64_t k, bool accumulate) {
-  constexpr int kTn = kThreads / kTm, kR = kM / kTm, kC = kN / kTn;
-  __shared__ float sa[2][kDepth][kM + 1], sb[2][kDepth][kN + 1];
+__global__ void __launch_bounds__(kThreads, kM == 64 || kM == 32 ? 2 : 1) product_kernel(Operand<float> a, Operand<TB> b, float* c, int64_t ldc, int64_t m, int64_t n, int64_t k, bool accumulate) {
+  using Rows = Share<kM, kTm>;
+  using Columns = Share<kN, kThreads / kTm>;
+  constexpr int kTn = kThreads / kTm, kR = Rows::kEach, kC = Columns::kEach;
+  __shared__ __align__(16) float sa[2][kDepth][Rows::kStride], sb[2][kDepth][Columns::kStride];
   const int64_t m0 = int64_t(blockIdx.y) * kM, n0 = int64_t(blockIdx.x) * kN;
   const int tm = threadIdx.x / kTn, tn = threadIdx.x % kTn;
   Slice<float, kM, kDepth> ra;
@@ -67,10 +92,8 @@ __global__ void __launch_bounds__(kThreads) product_kernel(Operand<float> a, Ope
 #pragma unroll
     for (int q = 0; q < kDepth; ++q) {  // past k: zeros times zeros, which change no bit
       float x[kR], y[kC];
-#pragma unroll
-      for (int i = 0; i < kR; ++i) x[i] = sa[now][q][tm + i * kTm];
-#pragma unroll
-      for (int j = 0; j < kC; ++j) y[j] = sb[now][q][tn + j * kTn];
+      Rows::read(sa[now][q], tm, x);
+      Columns::read(sb[now][q], tn, y);
 #pragma unroll
       for (int i = 0; i < kR; ++i)
 #pragma unroll
@@ -83,7 +106,7 @@ __global__ void __launch_bounds__(kThreads) product_kernel(Operand<float> a, Ope
   for (int i = 0; i < kR; ++i)
 #pragma unroll
     for (int j = 0; j < kC; ++j) {
-      const int64_t row = m0 + tm + i * kTm, column = n0 + tn + j * kTn;
+      const int64_t row = m0 + Rows::at(tm, i), column = n0 + Columns::at(tn, j);
       if (row >= m || column >= n) continue;
       float* to = c + row * ldc + column;
       *to = accumulate ? *to + sum[i][j] : sum[i][j];
