@@ -236,7 +236,7 @@ K3_INLINE void block(const WeightArgs& p, const float* x, int64_t k0, int64_t en
   const char* w[T];
   for (int t = 0; t < T; ++t) w[t] = static_cast<const char*>(p.w) + (j + t * kLanes) * p.w_stride + k0 * kBytes / U;
   // Rows of few kilobytes end before a processor has foreseen them: then the next tile is fetched into the second level meanwhile.
-  const bool short_rows = p.w_stride < 4096;
+  const bool short_rows = p.w_stride < 6144;
   const char* next = w[0] + T * kLanes * p.w_stride + (T * kLanes - 1) * (k0 * kBytes / U);
 #pragma GCC unroll 4
   for (int t = 0; t < T; ++t)

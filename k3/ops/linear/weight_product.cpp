@@ -10,9 +10,9 @@ namespace k3 {
 
 namespace {
 
-// A weight read in place is cut into pieces of about this much of it, and smaller weights are put together: more than a thread's start costs,
-// less than a big machine's share. From the sizes only.
-constexpr int64_t kPieceBytes = 256 << 10, kColumns = 64;
+// Weights read in place are cut into pieces of a sixteenth of all, within these bounds, and small ones are put together: more than a thread's start
+// costs, and runs that are long enough to be foreseen by the memory. From the sizes only.
+constexpr int64_t kLeastPiece = 256 << 10, kLargestPiece = 2 << 20, kColumns = 64;
 
 int64_t row_bytes(const Weight& w) {
   switch (w.stored) {
@@ -65,6 +65,9 @@ void widen(const Weight& w, int64_t first, int64_t last, float* to) {
 void weight_products(const std::vector<WeightProduct>& list) {
   std::vector<Product> wide;
   std::vector<cpu::WeightArgs> pieces;
+  int64_t total = 0;
+  for (const WeightProduct& p : list) total += p.rows ? p.w.out * row_bytes(p.w) : 0;
+  const int64_t piece = std::clamp(total / 16, kLeastPiece, kLargestPiece);
   for (const WeightProduct& p : list) {
     const Weight& w = p.w;
     if (p.rows == 0) continue;
@@ -72,7 +75,7 @@ void weight_products(const std::vector<WeightProduct>& list) {
       wide.push_back(x_wt(p.x, static_cast<const float*>(w.data), p.y, p.rows, w.out, w.in));
       continue;
     }
-    const int64_t step = std::max<int64_t>(1, kPieceBytes / std::max<int64_t>(1, row_bytes(w) * kColumns)) * kColumns;
+    const int64_t step = std::max<int64_t>(1, piece / std::max<int64_t>(1, row_bytes(w) * kColumns)) * kColumns;
     for (int64_t at = 0; at < w.out; at += step)
       pieces.push_back({w.stored, p.rows, w.in, at, std::min(at + step, w.out), p.x, w.in, w.data, row_bytes(w), w.scale, p.y, w.out, false});
   }
@@ -80,7 +83,7 @@ void weight_products(const std::vector<WeightProduct>& list) {
   int64_t bytes = 0;
   for (size_t i = 0; i < pieces.size(); ++i) {
     bytes += (pieces[i].last - pieces[i].first) * pieces[i].w_stride;
-    if (bytes >= kPieceBytes / 2 || i + 1 == pieces.size()) ends.push_back(i + 1), bytes = 0;
+    if (bytes >= piece / 2 || i + 1 == pieces.size()) ends.push_back(i + 1), bytes = 0;
   }
   parallel_for(int64_t(ends.size()), [&](int64_t i) {
     for (size_t j = i ? ends[size_t(i - 1)] : 0; j < ends[size_t(i)]; ++j) cpu::product_kernels().weight_product(pieces[j]);
