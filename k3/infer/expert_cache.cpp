@@ -1,6 +1,7 @@
 #include "k3/infer/expert_cache.h"
 
 #include <fcntl.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -371,7 +372,9 @@ uint64_t ExpertCache::read(const Expert& e, char* slot) const {
         for (const StoredTensor* t : {p.value, p.scale})
           if (t && t->offset > at->offset && t->offset - at->offset + run.from <= from + got) at = t;
       K3_CHECK(n == 0, "[experts] reading {} from {} failed at byte {}: {}", at->name, f.path, from + got, std::strerror(problem));
-      fail("[experts] {} ends at byte {}, inside of {}; it was cut after it was opened, download it again", f.path, from + got, at->name);
+      struct stat now {};
+      const int64_t end = fstat(f.fd, &now) == 0 ? int64_t(now.st_size) : int64_t(from + got);
+      fail("[experts] {} ends at byte {}, before the end of {}; it was cut after it was opened, download it again", f.path, end, at->name);
     }
     total += run.bytes;
   }

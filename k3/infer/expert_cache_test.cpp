@@ -115,7 +115,7 @@ TEST(expert_cache, a_file_cut_while_in_use_is_an_error_and_the_next_request_is_s
   const auto until_it_is_read = [&] {  // what the cache still holds is served from there
     for (uint64_t seed = 0; seed < 50; ++seed) s.reset(), logits_of(s, testing::some_ids(20, 97, seed), 20);
   };
-  EXPECT_THAT(until_it_is_read, throws_error(fmt::format("[experts] {} ends at byte {}, inside of ", file, place_of(file, *t) + 100)));
+  EXPECT_THAT(until_it_is_read, throws_error(fmt::format("[experts] {} ends at byte {}, before the end of ", file, place_of(file, *t) + 100)));
   std::FILE* f = std::fopen(file.c_str(), "r+b");  // the same file, in place
   std::fwrite(good.data(), 1, good.size(), f);
   std::fclose(f);
