@@ -143,6 +143,9 @@ Architecture load_architecture(const std::string& what, const std::vector<std::s
     a.name += " " + s;
   }
   a.config.finish();
+  if (a.config.num_nextn_predict_layers > 0)
+    a.notes.push_back(
+        "the layer of multi-token prediction is not counted: it serves training; as a draft for decoding see --draft-width and --draft-ms");
   static const std::vector<std::string> kMixers = {"kda", "gdn", "deltanet", "mla", "mla_absorbed", "gqa", "mfa", "mqa"};
   for (const std::string& m : a.config.mixer_of_layer)
     K3_CHECK(std::find(kMixers.begin(), kMixers.end(), m) != kMixers.end(),
