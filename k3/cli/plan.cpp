@@ -157,6 +157,8 @@ void run(const Flags& given, const CLI::App& command) {
       for (size_t i = 0; i < plans.size(); ++i) all[names[i]] = to_json(plans[i]);
       fmt::print("{}\n", all.dump(1));
     } else {
+      for (const ReportModel& m : report)
+        for (const std::string& note : m.architecture.notes) fmt::print("note: {}: {}\n", m.architecture.name, note);
       fmt::print("{}", compare_table(names, plans));
       for (size_t i = 1; i < report.size(); ++i) {
         double x = decode_crossover(report[0].architecture, report[i].architecture),
