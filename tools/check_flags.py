@@ -53,6 +53,13 @@ LONG_RUNS = {"--check", "--measure", "--out"}  # they measure this machine
 REFUSED = [
     (["kimi-linear-48b", "--mfu", "0.3"], "--mfu has no effect"),
     (["fit", "kimi-linear-48b", "--tp", "2"], "--tp has no effect on fit"),
+    (["fit", "kimi-linear-48b", "--gpus", "8"], "bound it with --most-gpus"),
+    (["fit", "kimi-linear-48b", "--most-gpus", "0"], "--most-gpus is 0"),
+    (["kimi-linear-48b", "--rho", "nan"], "--rho is nan"),
+    (["kimi-linear-48b", "--balance", "0"], "--balance is 0"),
+    (["kimi-linear-48b", "--draft-ms", "-1"], "--draft-ms is -1"),
+    (["kimi-linear-48b", "--state-bytes", "inf"], "--state-bytes is inf"),
+    (["kimi-linear-48b", "--context", "inf"], "a finite number above 0"),
     (["notes", "--batch", "3"], "--batch has no effect on notes"),
     (TRAIN + ["--rho", "0.5"], "--rho has no effect on --train"),
     (["kimi-linear-48b", "--sweep", "batch", "--batch", "3"], "--batch has no effect on --sweep batch"),

@@ -42,7 +42,7 @@ struct ChatFlags {
   std::string model, thinking = "on", memory = "auto";
   int64_t context = 8192;
   ChatSettings settings{.generate = {.sample = {.temperature = 1.0f, .top_p = 0.95f}, .max_tokens = 4096}};
-  bool fast = false, has_system = false;
+  bool fast = false, has_system = false, wants_thought = false;
   LoadOptions load;
 };
 
@@ -81,6 +81,7 @@ void print_speed(const ChatTurn& t, const std::string& experts) {
 }
 
 void run(ChatFlags f) {
+  check(f.settings.generate.sample);  // before anything is loaded
   const std::string folder = resolve_snapshot(f.model);
   Config config = Config::load(folder);
   config.finish();
@@ -88,6 +89,8 @@ void run(ChatFlags f) {
   K3_CHECK(tokenizer.vocabulary() <= config.vocab_size, "[chat] the tokenizer has {} ids but the model only {}", tokenizer.vocabulary(),
            config.vocab_size);
   const ChatFormat format = chat_format(tokenizer);
+  K3_CHECK(format == ChatFormat::xtml || !f.wants_thought,
+           "[chat] --thinking and --effort are Kimi-K3's; {} has Kimi-Linear's format, so leave them out", folder);
   for (const StopId& s : stop_ids(folder, tokenizer)) f.settings.generate.stop_ids.push_back(s.id);
   if (!f.has_system && format == ChatFormat::kimi_linear) f.settings.system = "You are a helpful assistant provided by Moonshot-AI.";
   f.settings.chat.thinking = f.thinking == "on" && format == ChatFormat::xtml;
@@ -143,8 +146,9 @@ void run(ChatFlags f) {
       else if (word == "/edit" && !rest.empty())
         answered([&] { return chat.edit(rest, on_delta, on_read); });
       else
-        fail("[chat] there is no {}{}; the nearest is {} (/help lists all)", word, word == "/edit" ? " without a text" : "",
-             nearest(word, {"/quit", "/help", "/reset", "/regenerate", "/edit TEXT"}));
+        fail("[chat] {}", word == "/edit" ? "/edit needs the text that takes the question's place: /edit TEXT"
+                                          : fmt::format("there is no {}; the nearest is {} (/help lists all)", word,
+                                                        nearest(word, {"/quit", "/help", "/reset", "/regenerate", "/edit"})));
     } catch (const Error& e) {
       answering = false;
       if (!asks) throw;
@@ -163,8 +167,11 @@ void add_chat(CLI::App& app) {
   auto f = std::make_shared<ChatFlags>();
   c->add_option("model", f->model, "snapshot folder, or what k3 train wrote")->required();
   auto* system = c->add_option("--system", f->settings.system, "said to the model before the first message");
-  c->add_option("--thinking", f->thinking, "K3: the model thinks before it answers")->check(CLI::IsMember({"on", "off"}))->capture_default_str();
-  c->add_option("--effort", f->settings.chat.effort, "K3: how much it thinks")->check(CLI::IsMember({"low", "high", "max"}))->capture_default_str();
+  auto* thinking =
+      c->add_option("--thinking", f->thinking, "K3: the model thinks before it answers")->check(CLI::IsMember({"on", "off"}))->capture_default_str();
+  auto* effort = c->add_option("--effort", f->settings.chat.effort, "K3: how much it thinks")
+                     ->check(CLI::IsMember({"low", "high", "max"}))
+                     ->capture_default_str();
   c->add_option("--max-tokens", f->settings.generate.max_tokens, "of an answer, thoughts included")
       ->check(CLI::PositiveNumber)
       ->capture_default_str();
@@ -183,8 +190,8 @@ void add_chat(CLI::App& app) {
   c->add_flag("--fast", f->fast, "absorbed attention in decode: a smaller cache, results equal to rounding in place of to the bit");
   c->add_option("--context", f->context, "tokens of conversation that memory is planned for")->check(CLI::PositiveNumber)->capture_default_str();
   add_memory_flag(c, f->memory);
-  c->callback([f, system] {
-    f->has_system = system->count() > 0;
+  c->callback([f, system, thinking, effort] {
+    f->has_system = system->count() > 0, f->wants_thought = thinking->count() + effort->count() > 0;
     run(*f);
   });
 }

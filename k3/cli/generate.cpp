@@ -27,6 +27,8 @@ struct GenerateFlags {
 };
 
 void run(GenerateFlags f) {
+  check(f.options.sample);  // before anything is loaded or printed
+  for (const std::string& s : f.options.stop) K3_CHECK(!s.empty(), "[generate] --stop is empty; leave it out, or give at least one character");
   std::string folder = resolve_snapshot(f.model);
   Config config = Config::load(folder);
   config.finish();
@@ -80,7 +82,9 @@ void add_generate(CLI::App& app) {
   auto f = std::make_shared<GenerateFlags>();
   c->add_option("model", f->model, "snapshot folder, or what k3 train wrote")->required();
   auto* prompt = c->add_option("--prompt", f->prompt, "text to continue");
-  c->add_option("--prompt-file", f->prompt_file, "the same from a file (- for standard input)")->excludes(prompt);
+  c->add_option("--prompt-file", f->prompt_file, "the same from a file (- for standard input)")->excludes(prompt)->check([](const std::string& path) {
+    return path.empty() ? std::string("--prompt-file is empty; name a file, or - for standard input") : "";
+  });
   c->add_option("--max-tokens", f->options.max_tokens, "at most this many")->check(CLI::NonNegativeNumber)->capture_default_str();
   c->add_option("--temperature", f->options.sample.temperature, "0: always the most probable token")
       ->check(CLI::NonNegativeNumber)

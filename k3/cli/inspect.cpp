@@ -97,8 +97,13 @@ void run(const std::string& named, bool tensors, bool verified) {
              thousands(model.new_state(1, Device::null, true).bytes_per_token()));
   print_stops(path, c);
   fmt::print("instruction set       {} (best here: {})\n", cpu::name_of(cpu::isa()), cpu::name_of(cpu::best_isa()));
-  if (std::filesystem::is_directory(path) &&
-      (std::filesystem::exists(path + "/model.safetensors") || std::filesystem::exists(path + "/model.safetensors.index.json"))) {
+  namespace fs = std::filesystem;
+  auto named_there = [&](const char* file) { return fs::symlink_status(path + file).type() != fs::file_type::not_found; };  // a dangling link too
+  const bool weights = fs::is_directory(path) && (named_there("/model.safetensors") || named_there("/model.safetensors.index.json"));
+  K3_CHECK(weights || (!tensors && !verified), "[inspect] {} holds no weights (model.safetensors or its index), which {} asks for", path,
+           verified ? "--verify" : "--tensors");
+  if (!weights) fmt::print("files                 no weights here: nothing was checked but the config\n");
+  if (weights) {
     Snapshot snapshot(path);
     fmt::print("files                 {} tensors, {} bytes\n", thousands(int64_t(snapshot.tensors().size())), thousands(int64_t(snapshot.bytes())));
     find_parameters(model, snapshot);

@@ -27,6 +27,8 @@ std::string with_suggestion(const CLI::App& app, const CLI::ParseError& e, int a
         for (const CLI::App* below : sub->get_subcommands([](const CLI::App*) { return true; }))
           if (at < argc && below->get_name() == argv[at]) next = below;
       }
+      for (const CLI::Option* o : app.get_options())
+        for (const std::string& n : o->get_lnames()) known.push_back("--" + n);
       for (const CLI::Option* o : sub->get_options())
         for (const std::string& n : o->get_lnames()) known.push_back("--" + n);
       for (int i = at - 1; i < argc; ++i) {
@@ -39,7 +41,10 @@ std::string with_suggestion(const CLI::App& app, const CLI::ParseError& e, int a
     known.push_back(sub->get_name());
   }
   if (argc > 1 && argv[1][0] != '-') return fmt::format("unknown command '{}'; the nearest known one is '{}'", argv[1], k3::nearest(argv[1], known));
-  return e.what();
+  std::string text = e.what();
+  if (size_t at = text.find(" not in range "); at != text.npos && text.find("17976931", at) != text.npos)  // the largest double, spelled out
+    text = text.substr(0, at) + " is not a number that is allowed here";
+  return text;
 }
 
 // OpenMP reads when it is loaded how long a waiting thread spins before it sleeps. Its own choice, milliseconds, is ruinous as soon as another
@@ -100,6 +105,10 @@ int main(int argc, char** argv) {
     return 1;
   } catch (const std::exception& e) {
     fmt::print(stderr, "k3: {}\n", e.what());
+    return 1;
+  }
+  if (std::fflush(stdout) != 0 || std::ferror(stdout)) {
+    fmt::print(stderr, "k3: standard output could not be written in full; free some space or write elsewhere\n");
     return 1;
   }
   return 0;

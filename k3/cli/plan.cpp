@@ -91,7 +91,7 @@ Form form_of(const Flags& f) {
   if (f.check) return {"--check", {"--check"}};
   if (verb == "notes") return {"notes", {"model"}};
   if (verb == "fit") {
-    Form fit = {"fit", model + serving + std::set<std::string>{"--goal", "--gpus", "--most-gpus"}};
+    Form fit = {"fit", model + serving + std::set<std::string>{"--goal", "--most-gpus"}};
     fit.flags.erase("--dcp");
     return fit;
   }
@@ -110,6 +110,8 @@ Form form_of(const Flags& f) {
 void run(const Flags& given, const CLI::App& command) {
   Flags f = given;
   const Form form = form_of(f);
+  K3_CHECK(form.name != "fit" || command.count("--gpus") == 0,
+           "[plan] fit searches over the number of GPUs; bound it with --most-gpus in place of --gpus");
   for (const CLI::Option* o : command.get_options())
     K3_CHECK(o->count() == 0 || form.flags.count(o->get_name()), "[plan] {} has no effect on {}; leave it out", o->get_name(), form.name);
   K3_CHECK(!(f.json && !f.explain.empty()), "[plan] --json and --explain are two outputs; choose one");
@@ -173,11 +175,10 @@ void run(const Flags& given, const CLI::App& command) {
   const Architecture a = model_of(f.models[0], f.sets);
   if (verb == "fit") {
     Goal goal = f.goal == "latency" ? Goal::latency : f.goal == "context" ? Goal::context : Goal::throughput;
-    auto list = fit(a, h, f.deployment.gpus > 1 ? f.deployment.gpus : f.most_gpus, f.question.context, goal, f.deployment);
+    auto list = fit(a, h, f.most_gpus, f.question.context, goal, f.deployment);
     const int64_t fewest = fewest_gpus(a, h, 4096, f.question.context, f.deployment);
-    K3_CHECK(!list.empty(), "[plan] {} with one sequence of {:.0f} tokens does not fit on {} x {}; {}", a.name, f.question.context,
-             f.deployment.gpus > 1 ? f.deployment.gpus : f.most_gpus, h.name,
-             fewest ? fmt::format("the fewest that work: {}", fewest) : "no number of them does");
+    K3_CHECK(!list.empty(), "[plan] {} with one sequence of {:.0f} tokens does not fit on {} x {}; {}", a.name, f.question.context, f.most_gpus,
+             h.name, fewest ? fmt::format("the fewest that work: {}", fewest) : "no number of them does");
     fmt::print("{} on {}, context {:.0f}: {} layouts fit, at least {} GPUs; best for {} first (estimates)\n", a.name, h.name, f.question.context,
                list.size(), fewest, f.goal);
     fmt::print("{:>5} {:<34} {:>7} {:>11} {:>11} {:>13} {:>11} {:>12}\n", "GPUs", "layout", "batch", "TPOT", "TTFT", "token/s/GPU", "sequences",

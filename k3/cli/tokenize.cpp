@@ -9,6 +9,7 @@
 #include "k3/cli/commands.h"
 #include "k3/core/error.h"
 #include "k3/core/file.h"
+#include "k3/model/checkpoint.h"
 #include "k3/tokenizer/pieces.h"
 #include "k3/tokenizer/tokenizer.h"
 
@@ -48,8 +49,11 @@ void show_pieces(const Tokenizer& tokenizer, std::string_view text) {
   }
 }
 
+// A folder with tokenizer files, or what k3 train wrote.
+std::string folder_of(const std::string& model) { return std::filesystem::exists(model + "/tiktoken.model") ? model : resolve_snapshot(model); }
+
 void tokenize(const Options& o) {
-  const Tokenizer tokenizer = o.model == "bytes" ? Tokenizer::bytes() : Tokenizer::load(o.model);
+  const Tokenizer tokenizer = o.model == "bytes" ? Tokenizer::bytes() : Tokenizer::load(folder_of(o.model));
   if (o.has_decode) {
     const std::string text = tokenizer.decode(parse_ids(o.decode), true);
     std::fwrite(text.data(), 1, text.size(), stdout);
@@ -79,7 +83,7 @@ void tokenize(const Options& o) {
 void add_tokenize(CLI::App& app) {
   auto o = std::make_shared<Options>();
   CLI::App* c = app.add_subcommand("tokenize", "Show what a text becomes: tokens, ids, pieces");
-  c->add_option("model", o->model, "Folder with tiktoken.model and tokenizer_config.json, or the word bytes")->required();
+  c->add_option("model", o->model, "Folder with tiktoken.model and tokenizer_config.json, what k3 train wrote, or the word bytes")->required();
   CLI::Option* text = c->add_option("--text", o->text, "The text; without --text and --file it is read from standard input");
   CLI::Option* file = c->add_option("--file", o->file, "A file with the text")->excludes(text);
   CLI::Option* ids = c->add_flag("--ids", o->ids, "Print the ids");

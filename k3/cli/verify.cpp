@@ -32,6 +32,8 @@ int print(const ParityReport& report) {
 
 void run(const VerifyFlags& f) {
   namespace fs = std::filesystem;
+  for (auto [name, limit] : {std::pair{"--rtol", f.options.rtol}, {"--gradient-rtol", f.options.gradient_rtol}})
+    K3_CHECK(limit > 0 && limit <= 1, "[verify] {} is {} but must be above 0 and at most 1", name, limit);
   std::string folder = resolve_snapshot(f.model);
   Config config = Config::load(folder);
   config.finish();
@@ -87,12 +89,13 @@ void add_verify(CLI::App& app) {
   auto f = std::make_shared<VerifyFlags>();
   c->add_option("model", f->model, "snapshot folder")->required();
   c->add_option("--golden", f->golden, "recorded tensors (default: MODEL/golden.safetensors)");
-  c->add_flag("--gradients", f->gradients, "compare gradients too");
-  c->add_option("--gradients-file", f->gradients_file, "recorded gradients (default: MODEL/grads.safetensors)");
-  c->add_option("--rtol", f->options.rtol, "limit of the relative L2 error")->capture_default_str();
-  c->add_option("--gradient-rtol", f->options.gradient_rtol, "the same for gradients")->capture_default_str();
-  c->add_flag("--force-routing", f->options.force_routing, "use the recorded expert choices");
-  c->add_option("--record", f->record, "write what this program computes for the recorded input_ids, and stop");
+  auto* gradients = c->add_flag("--gradients", f->gradients, "compare gradients too");
+  c->add_option("--gradients-file", f->gradients_file, "recorded gradients (default: MODEL/grads.safetensors)")->needs(gradients);
+  auto* rtol = c->add_option("--rtol", f->options.rtol, "limit of the relative L2 error")->capture_default_str();
+  c->add_option("--gradient-rtol", f->options.gradient_rtol, "the same for gradients")->needs(gradients)->capture_default_str();
+  auto* force = c->add_flag("--force-routing", f->options.force_routing, "use the recorded expert choices");
+  auto* record = c->add_option("--record", f->record, "write what this program computes for the recorded input_ids, and stop");
+  for (CLI::Option* unused : {gradients, rtol, force}) record->excludes(unused);
   add_device(c, f->load);
   add_memory_flag(c, f->memory);
   add_dense(*c, f->load);

@@ -57,8 +57,11 @@ Deployment resolve(const Architecture& a, Deployment d) {
   }
   K3_CHECK(d.tp % d.dcp == 0, "[plan] DCP {} must divide TP {}; the nearest that works is DCP {}", d.dcp, d.tp, nearest_divisor(d.tp, d.dcp));
   for (auto [name, v] :
-       {std::pair{"KV bytes", d.kv_bytes}, {"state bytes", d.state_bytes}, {"slots", d.slots}, {"memory fraction", d.memory_fraction}})
-    K3_CHECK(v > 0, "[plan] {} is {} but must be above 0", name, v);
+       {std::pair{"--kv-bytes", d.kv_bytes}, {"--state-bytes", d.state_bytes}, {"--slots", d.slots}, {"memory fraction", d.memory_fraction}})
+    K3_CHECK(v > 0 && std::isfinite(v), "[plan] {} is {} but must be a finite number above 0", name, v);
+  K3_CHECK(d.rho > 0 && d.rho <= 1, "[plan] --rho is {} but must be above 0 and at most 1 (tokens that choose experts independently)", d.rho);
+  K3_CHECK(d.balance >= 1 && std::isfinite(d.balance), "[plan] --balance is {} but must be a finite number from 1 (all ranks equally busy)",
+           d.balance);
   return d;
 }
 

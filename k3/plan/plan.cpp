@@ -239,7 +239,8 @@ Sections plan(const Architecture& a, const Hardware& h, const Deployment& d, con
                          {"--micro-batch", q.micro_batch},
                          {"--mfu", q.mfu},
                          {"--step-tokens", q.tokens_a_step}})
-    K3_CHECK(v > 0 && std::isfinite(v), "[plan] {} is {} but must be above 0", name, v);
+    K3_CHECK(v > 0 && std::isfinite(v), "[plan] {} is {} but must be {}above 0", name, v, v > 0 ? "a finite number " : "");
+  K3_CHECK(q.draft >= 0 && std::isfinite(q.draft), "[plan] --draft-ms is {} but must be 0 or a finite number above it", q.draft * 1e3);
   K3_CHECK(q.accepted <= q.width, "[plan] --accepted {} cannot exceed --draft-width {}", q.accepted, q.width);
   const Memory m = memory_of(a, h, d);
   const double needed = q.batch * (q.context * m.cache_per_token + m.state_per_sequence);
@@ -253,7 +254,7 @@ Sections plan(const Architecture& a, const Hardware& h, const Deployment& d, con
         show(m.pool + m.weights(), "B"),
         most >= 1 ? fmt::format("--batch {:.0f}", most)
         : gpus    ? fmt::format("--gpus {}", gpus)
-                  : "a smaller context, or --set trunk_format=fp8");
+                  : "a smaller --context or --slots, or --set trunk_format=fp8");
   }
   if (const TrainingMemory t = training_memory(a, d); q.train && t.total() > d.memory_fraction * h.memory) {
     const Deployment fewest = fewest_for_training(a, h, d);
@@ -335,7 +336,8 @@ bool better(const Fit& x, const Fit& y, Goal g) {
 }  // namespace
 
 std::vector<Fit> fit(const Architecture& a, const Hardware& h, int64_t most_gpus, double context, Goal goal, const Deployment& like) {
-  K3_CHECK(most_gpus > 0 && context > 0, "[plan] --gpus {} and --context {} must be above 0", most_gpus, context);
+  K3_CHECK(most_gpus > 0 && most_gpus <= 65536, "[plan] --most-gpus is {} but must lie between 1 and 65536", most_gpus);
+  K3_CHECK(context > 0 && std::isfinite(context), "[plan] --context is {} but must be a finite number above 0", context);
   std::vector<Fit> out;
   for (int64_t gpus = 1; gpus <= most_gpus; gpus *= 2)
     for (const Deployment& d : layouts(a, gpus, like)) {

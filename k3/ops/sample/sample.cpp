@@ -75,11 +75,15 @@ void keep_top_p(std::vector<Candidate>& all, double p) {
 
 }  // namespace
 
-int32_t sample(const float* logits, int64_t vocabulary, const SampleOptions& o, uint64_t position) {
+void check(const SampleOptions& o) {
   K3_CHECK(o.temperature >= 0 && std::isfinite(o.temperature), "[sample] temperature must be 0 or more, not {}", o.temperature);
   K3_CHECK(o.top_k >= 0, "[sample] top_k must be 0 (off) or more, not {}", o.top_k);
   K3_CHECK(o.top_p > 0 && o.top_p <= 1, "[sample] top_p must be above 0 and at most 1, not {}", o.top_p);
   K3_CHECK(o.min_p >= 0 && o.min_p <= 1, "[sample] min_p must be from 0 to 1, not {}", o.min_p);
+}
+
+int32_t sample(const float* logits, int64_t vocabulary, const SampleOptions& o, uint64_t position) {
+  check(o);
   int32_t best = largest(logits, vocabulary);
   if (o.temperature == 0 || o.top_k == 1) return best;
 

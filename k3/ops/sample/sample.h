@@ -19,6 +19,7 @@ struct SampleOptions {
   uint64_t seed = 0;
 };
 
+void check(const SampleOptions& options);  // Error when one is out of range; sample() does it too
 int32_t sample(const float* logits, int64_t vocabulary, const SampleOptions& options, uint64_t position);
 
 // log softmax; a masked token's is minus infinity.
