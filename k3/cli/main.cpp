@@ -36,15 +36,14 @@ std::string with_suggestion(const CLI::App& app, const CLI::ParseError& e, int a
         if (word.starts_with("--") && std::find(known.begin(), known.end(), word) == known.end())
           return fmt::format("unknown flag {}; the nearest known one is {}", word, k3::nearest(word, known));
       }
-      return e.what();
+      const std::string text = e.what();
+      const size_t range = text.find(" not in range "), largest = text.find("17976931");  // the largest double, spelled out
+      return range < largest && largest != text.npos ? text.substr(0, range) + " is not a number that is allowed here" : text;
     }
     known.push_back(sub->get_name());
   }
   if (argc > 1 && argv[1][0] != '-') return fmt::format("unknown command '{}'; the nearest known one is '{}'", argv[1], k3::nearest(argv[1], known));
-  std::string text = e.what();
-  if (size_t at = text.find(" not in range "); at != text.npos && text.find("17976931", at) != text.npos)  // the largest double, spelled out
-    text = text.substr(0, at) + " is not a number that is allowed here";
-  return text;
+  return e.what();
 }
 
 // OpenMP reads when it is loaded how long a waiting thread spins before it sleeps. Its own choice, milliseconds, is ruinous as soon as another
