@@ -150,7 +150,22 @@ K3_INLINE void store_n(float* p, vec v, int64_t n) {
   if (n >= kLanes) return store(p, v);
   for (int64_t i = 0; i < n; ++i) p[i] = v[i];
 }
-K3_INLINE vec fma(vec a, vec b, vec c) { return a * b + c; }  // contracted where the level has FMA
+// a b + c, rounded once where the level has such an instruction: always, not when the compiler happens to fuse.
+K3_INLINE native fma(native a, native b, native c) {
+#if defined(__AVX512F__)
+  return __builtin_ia32_vfmaddps512_mask(a, b, c, -1, 4);
+#elif defined(__AVX2__)
+  return __builtin_ia32_vfmaddps256(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+#if !defined(__AVX512F__)
+template <class H, class L>
+K3_INLINE Pair<H, L> fma(Pair<H, L> a, Pair<H, L> b, Pair<H, L> c) {
+  return {fma(a.lo, b.lo, c.lo), fma(a.hi, b.hi, c.hi)};
+}
+#endif
 K3_INLINE vec select(ivec mask, vec a, vec b) { return vec((ivec(a) & mask) | (ivec(b) & ~mask)); }
 K3_INLINE vec max(vec a, vec b) { return select(a > b, a, b); }
 K3_INLINE vec min(vec a, vec b) { return select(a < b, a, b); }

@@ -52,7 +52,7 @@ class Step {
   }
   Var input(const Values& v, Shape s) {
     Var x(context, DType::f32, s);
-    write(x.value(), v.data());
+    write(Tensor(x.value().data(), DType::f32, {std::min(v.size(), x.size())}, x.value().device()), v.data());  // a shape that is wrong by intent
     return x;
   }
   Param param(std::string name, const Values& v, Shape s, bool grad = true) {
