@@ -58,7 +58,7 @@ void explain_lost_pages() {
 }
 
 MappedFile::MappedFile(const std::string& path) {
-  int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);  // a FIFO without a writer would wait here
   K3_CHECK(fd >= 0, "[file] cannot open {}: {}", path, std::strerror(errno));
   struct stat st {};
   if (fstat(fd, &st) != 0 || !S_ISREG(st.st_mode)) {

@@ -1,8 +1,11 @@
 #include "k3/model/config.h"
 
 #include <algorithm>
+#include <cmath>
 #include <filesystem>
+#include <limits>
 #include <nlohmann/json.hpp>
+#include <set>
 
 #include "k3/core/error.h"
 #include "k3/core/file.h"
@@ -77,6 +80,26 @@ std::string canonical(const std::string& key) {
   fail("[config] unknown key '{}'; the nearest known one is '{}'", key, nearest(key, Config::keys()));
 }
 
+int64_t whole(const std::string& key, const json& value) {
+  K3_CHECK(!value.is_null(), "[config] {} is null; it must be a whole number", key);
+  K3_CHECK(value.is_number_integer() || (value.is_number_float() && std::abs(value.get<double>()) < 0x1p63) || !value.is_number(),
+           "[config] {} is {}, which does not fit into 64 bits", key, value.dump());
+  K3_CHECK(value.is_number_integer(), "[config] {} must be a whole number, not {}", key, value.dump());
+  K3_CHECK(!value.is_number_unsigned() || value.get<uint64_t>() <= uint64_t(std::numeric_limits<int64_t>::max()),
+           "[config] {} is {}, which does not fit into 64 bits", key, value.dump());
+  return value.get<int64_t>();
+}
+
+// Where a published file writes null for "none of this" or "not said".
+bool may_be_null(const std::string& key) {
+  for (const char* k : {"num_key_value_heads", "attn_res_block_size", "num_experts", "num_experts_per_token", "num_shared_experts",
+                        "moe_intermediate_size", "routed_expert_hidden_size", "q_lora_rank", "qk_rope_head_dim", "num_nextn_predict_layers",
+                        "bos_token_id", "pad_token_id", "linear_attn_config.num_heads", "attention_head_dim", "latent_moe_alpha",
+                        "first_k_dense_replace", "num_expert_group", "topk_group", "max_position_embeddings"})
+    if (key == k) return true;
+  return false;
+}
+
 template <class T>
 void read(const std::string& key, const json& value, T& to) {
   try {
@@ -86,14 +109,13 @@ void read(const std::string& key, const json& value, T& to) {
       else
         to = value.get<double>();
     } else if constexpr (std::is_same_v<T, int64_t>) {
-      if (value.is_null())
-        to = 0;
-      else if (value.is_number_float())
-        fail("[config] {} must be a whole number, not {}", key, value.dump());
-      else
-        to = value.get<int64_t>();
+      to = value.is_null() && may_be_null(key) ? 0 : whole(key, value);
     } else if constexpr (std::is_same_v<T, std::vector<int64_t>>) {
-      to = value.is_array() ? value.get<T>() : value.is_null() ? T{} : T{value.get<int64_t>()};
+      to.clear();
+      if (value.is_array())
+        for (const json& v : value) to.push_back(whole(key, v));
+      else if (!value.is_null())
+        to.push_back(whole(key, value));
     } else if constexpr (std::is_same_v<T, std::vector<std::string>>) {
       to = value.is_array() ? value.get<T>() : T{value.get<std::string>()};
     } else {
@@ -133,6 +155,33 @@ void read_quantization(Config& c, const json& j) {
     }
 }
 
+// layer_types counts from 0 and the two lists from 1; a file that has both must say the same twice.
+void read_layer_types(Config& c, const json& types) {
+  std::vector<int64_t> kda, full;
+  int64_t number = 0;
+  for (const auto& kind : types) {
+    ++number;
+    if (kind == "linear_attention" || kind == "kda_attention")
+      kda.push_back(number);
+    else if (kind == "full_attention")
+      full.push_back(number);
+    else
+      fail("[config] layer_types[{}] is {}, but 'linear_attention' and 'full_attention' are known", number - 1, kind.dump());
+  }
+  auto agree = [](const char* list, std::vector<int64_t> given, const std::vector<int64_t>& types_say) {
+    std::sort(given.begin(), given.end());
+    const auto [a, b] = std::mismatch(given.begin(), given.end(), types_say.begin(), types_say.end());
+    if (a == given.end() && b == types_say.end()) return;
+    fail("[config] linear_attn_config.{} and layer_types disagree about layer {} (counted from 1); correct one of them or leave it out", list,
+         a == given.end()       ? *b
+         : b == types_say.end() ? *a
+                                : std::min(*a, *b));
+  };
+  if (!c.kda_layers.empty() || !c.full_attn_layers.empty())
+    agree("kda_layers", c.kda_layers, kda), agree("full_attn_layers", c.full_attn_layers, full);
+  c.kda_layers = kda, c.full_attn_layers = full;
+}
+
 Config parsed(const json& top) {
   K3_CHECK(top.is_object(), "[config] the file holds no JSON object");
   Config c;
@@ -149,18 +198,16 @@ Config parsed(const json& top) {
       for (const auto& [key, value] : object["linear_attn_config"].items()) assign(c, "linear_attn_config." + key, value);
     if (object.contains("rope_scaling") && !object["rope_scaling"].is_null())
       K3_CHECK(c.mla_use_nope, "[config] rope_scaling is {}, but only null is known where mla_use_nope is false", object["rope_scaling"].dump());
-    if (object.contains("layer_types") && object["layer_types"].is_array()) {  // counted from 0; precedes the two lists
-      c.kda_layers.clear(), c.full_attn_layers.clear();
-      int64_t number = 0;
-      for (const auto& kind : object["layer_types"]) {
-        ++number;
-        if (kind == "linear_attention" || kind == "kda_attention")
-          c.kda_layers.push_back(number);
-        else if (kind == "full_attention")
-          c.full_attn_layers.push_back(number);
-        else
-          fail("[config] layer_types[{}] is {}, but 'linear_attention' and 'full_attention' are known", number - 1, kind.dump());
-      }
+    if (object.contains("layer_types") && object["layer_types"].is_array()) read_layer_types(c, object["layer_types"]);
+    if (object.contains("attention_bias"))
+      K3_CHECK(object["attention_bias"].is_null() || object["attention_bias"] == false,
+               "[config] attention_bias is {}, but this family's projections have no bias", object["attention_bias"].dump());
+    if (object.contains("scoring_func") && !object["scoring_func"].is_null()) {
+      const bool both = object.contains("moe_router_activation_func");
+      K3_CHECK(!both || object["scoring_func"] == object["moe_router_activation_func"],
+               "[config] scoring_func is {} but moe_router_activation_func is {}; leave one of the two out", object["scoring_func"].dump(),
+               both ? object["moe_router_activation_func"].dump() : "");
+      if (!both) read("scoring_func", object["scoring_func"], c.moe_router_activation_func);
     }
   };
   if (c.nested() && top.contains("text_config")) {
@@ -195,11 +242,22 @@ Config Config::parse(const json& top) {
   } catch (const json::exception& e) { fail("[config] a value of the wrong kind: {}", e.what()); }
 }
 
-Config Config::load(const std::string& path) {
-  std::string file = std::filesystem::is_directory(path) ? path + "/config.json" : path;
-  json j = json::parse(read_file(file), nullptr, false);
+Config Config::load(const std::string& path) { return parse(read_config_file(path)); }
+
+json read_config_file(const std::string& path) {
+  const std::string file = std::filesystem::is_directory(path) ? path + "/config.json" : path;
+  std::vector<std::set<std::string>> seen;  // keys of the open object at each depth
+  auto watch = [&](int depth, json::parse_event_t event, json& value) {
+    if (event == json::parse_event_t::object_start) seen.resize(size_t(depth) + 1), seen.emplace_back();
+    if (event == json::parse_event_t::key)
+      K3_CHECK(seen[size_t(depth)].insert(value.get<std::string>()).second, "[config] {} stands twice in {}; leave one of the two out", value.dump(),
+               file);
+    return true;
+  };
+  json j = json::parse(read_file(file), watch, false);
   K3_CHECK(!j.is_discarded(), "[config] {} is not valid JSON", file);
-  return parse(j);
+  K3_CHECK(j.is_object(), "[config] {} holds no JSON object", file);
+  return j;
 }
 
 void Config::set(const std::string& assignment) {
@@ -264,6 +322,16 @@ void Config::finish() {
   positive("hidden_size", hidden_size), positive("vocab_size", vocab_size), positive("num_hidden_layers", num_hidden_layers);
   positive("num_attention_heads", num_attention_heads), positive("intermediate_size", intermediate_size);
   positive("moe_layer_freq", moe_layer_freq), positive("linear_attn_config.head_dim", kda_head_dim);
+  each_key(*this, [&](const char* key, const auto& v) {
+    using T = std::decay_t<decltype(v)>;
+    if constexpr (std::is_same_v<T, int64_t>)
+      K3_CHECK(v >= 0 && v <= std::numeric_limits<int32_t>::max(), "[config] {} is {}; it must lie between 0 and {}", key, v,
+               std::numeric_limits<int32_t>::max());
+    if constexpr (std::is_same_v<T, double>) K3_CHECK(std::isfinite(v), "[config] {} is {} but must be finite", key, v);
+  });
+  for (int64_t id : eos_token_id)
+    K3_CHECK(id >= 0 && id <= std::numeric_limits<int32_t>::max(), "[config] eos_token_id is {}; it must lie between 0 and {}", id,
+             std::numeric_limits<int32_t>::max());
   K3_CHECK(num_hidden_layers <= 4096, "[config] num_hidden_layers is {}; at most 4096", num_hidden_layers);
   if (num_key_value_heads == 0) num_key_value_heads = num_attention_heads;
   if (kda_num_heads == 0) kda_num_heads = num_attention_heads;
@@ -277,7 +345,17 @@ void Config::finish() {
   K3_CHECK(!tie_word_embeddings, "[config] tie_word_embeddings is true, but this family has its own lm_head");
   K3_CHECK(num_nextn_predict_layers == 0 || num_nextn_predict_layers == 1, "[config] num_nextn_predict_layers is {}, but 0 and 1 are known",
            num_nextn_predict_layers);
-  K3_CHECK(rms_norm_eps > 0, "[config] rms_norm_eps is {} but must be above 0", rms_norm_eps);
+  auto above_0 = [](const char* key, double v, double most) {
+    K3_CHECK(v > 0 && v <= most, "[config] {} is {} but must be above 0 and at most {}", key, v, most);
+  };
+  above_0("rms_norm_eps", rms_norm_eps, 1), above_0("routed_scaling_factor", routed_scaling_factor, 1e6);
+  above_0("initializer_range", initializer_range, 1e6);
+  if (hidden_act == "situ") {
+    above_0("activation_situ_beta", activation_situ_beta, 1e6);
+    K3_CHECK(activation_situ_linear_beta >= 0 && activation_situ_linear_beta <= 1e6,
+             "[config] activation_situ_linear_beta is {}; it must lie between 0 (the up branch unchanged) and 1e6", activation_situ_linear_beta);
+  }
+  if (hidden_act == "clipped") above_0("activation_limit", activation_limit, 1e6);
   K3_CHECK(moe_router_activation_func == "sigmoid" || moe_router_activation_func == "softmax",
            "[config] moe_router_activation_func is '{}', but 'sigmoid' and 'softmax' are known", moe_router_activation_func);
   if (num_experts > 0) {

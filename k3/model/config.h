@@ -86,4 +86,8 @@ struct Config {
   void expand();  // the short names
 };
 
+// The JSON object of a config.json, or of the folder that holds one. Error: no JSON, no object, a key that stands twice in one object, a whole
+// number beyond 64 bits.
+nlohmann::json read_config_file(const std::string& path);
+
 }  // namespace k3

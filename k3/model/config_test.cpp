@@ -1,9 +1,11 @@
 #include "k3/model/config.h"
 
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <nlohmann/json.hpp>
 
+#include "k3/core/file.h"
 #include "k3/model/testing.h"
 
 namespace k3 {
@@ -123,6 +125,67 @@ TEST(config, a_pattern_is_tiled_and_ends_in_the_final_mixer) {
   c.finish();
   EXPECT_EQ(c.mixer_of_layer, (std::vector<std::string>{"kda", "kda", "kda", "mla", "kda", "mla"}));
   EXPECT_EQ(c.full_attn_layers, (std::vector<int64_t>{4, 6}));
+}
+
+TEST(config, layer_types_that_contradict_the_lists_are_refused_with_the_layer) {
+  json j = official(false);
+  Config c = finished(j);
+  std::vector<std::string> types;
+  for (const std::string& m : c.mixer_of_layer) types.push_back(m == "kda" ? "linear_attention" : "full_attention");
+  j["layer_types"] = types;
+  EXPECT_EQ(finished(j).mixer_of_layer, c.mixer_of_layer);
+  auto given = [&](const char* list, const json& value) {
+    json k = j;
+    k["linear_attn_config"][list] = value;
+    return [k] { Config::parse(k); };
+  };
+  std::vector<int64_t> kda = c.kda_layers;
+  kda.push_back(kda[0]);
+  EXPECT_THAT(given("kda_layers", kda), throws_error("kda_layers and layer_types disagree about layer 1 (counted from 1)"));
+  kda.back() = 0;
+  EXPECT_THAT(given("kda_layers", kda), throws_error("disagree about layer 0"));
+  kda.back() = 100;
+  EXPECT_THAT(given("kda_layers", kda), throws_error("disagree about layer 100"));
+  EXPECT_THAT(given("full_attn_layers", json::array()), throws_error("full_attn_layers and layer_types disagree about layer 4"));
+}
+
+TEST(config, a_key_that_stands_twice_is_refused) {
+  const std::string path = ::testing::TempDir() + "k3_config_" + std::to_string(getpid()) + ".json";
+  write_file(path, R"({"hidden_size": 8, "linear_attn_config": {"head_dim": 4}, "a": [{"x": 1}, {"x": 2}], "hidden_size": 16})");
+  EXPECT_THAT([&] { read_config_file(path); }, throws_error("\"hidden_size\" stands twice in"));
+  write_file(path, R"({"hidden_size": 8, "b": {"hidden_size": 4}, "a": [{"x": 1}, {"x": 2}]})");
+  EXPECT_NO_THROW(read_config_file(path));
+  unlink(path.c_str());
+}
+
+TEST(config, numbers_out_of_range_are_refused) {
+  auto with = [](const std::string& assignment) {
+    return [assignment] {
+      Config c = testing::tiny_k3();
+      c.set(assignment), c.finish();
+    };
+  };
+  for (const char* key : {"num_experts", "num_shared_experts", "bos_token_id", "pad_token_id", "eos_token_id", "max_position_embeddings"})
+    EXPECT_THAT(with(std::string(key) + "=-1"), throws_error(std::string(key) + " is -1; it must lie between 0 and 2147483647"));
+  EXPECT_THAT(with("hidden_size=2147483648"), throws_error("hidden_size is 2147483648; it must lie between 0 and 2147483647"));
+  EXPECT_THAT(with("hidden_size=9223372036854775808"), throws_error("hidden_size is 9223372036854775808, which does not fit into 64 bits"));
+  EXPECT_THAT(with("hidden_size=1e30"), throws_error("which does not fit into 64 bits"));
+  EXPECT_THAT(with("hidden_size=null"), throws_error("hidden_size is null; it must be a whole number"));
+  EXPECT_NO_THROW(with("q_lora_rank=null")());
+  EXPECT_THAT(with("activation_situ_beta=0"), throws_error("activation_situ_beta is 0 but must be above 0"));
+  EXPECT_THAT(with("activation_situ_linear_beta=-1"), throws_error("activation_situ_linear_beta is -1; it must lie between 0"));
+  EXPECT_THAT(with("activation_situ_linear_beta=1e7"), throws_error("activation_situ_linear_beta"));
+  EXPECT_THAT(with("rms_norm_eps=2"), throws_error("rms_norm_eps is 2 but must be above 0 and at most 1"));
+  EXPECT_THAT(with("routed_scaling_factor=-1"), throws_error("routed_scaling_factor is -1 but must be above 0"));
+  EXPECT_THAT(with("initializer_range=0"), throws_error("initializer_range is 0 but must be above 0"));
+  Config clipped = testing::tiny_k3();
+  clipped.set("hidden_act=clipped"), clipped.set("activation_limit=0");
+  EXPECT_THAT([&] { clipped.finish(); }, throws_error("activation_limit is 0 but must be above 0"));
+  json j = official(false);
+  j["attention_bias"] = true;
+  EXPECT_THAT([&] { Config::parse(j); }, throws_error("attention_bias is true"));
+  j["attention_bias"] = false, j["scoring_func"] = "softmax";
+  EXPECT_THAT([&] { Config::parse(j); }, throws_error("scoring_func is \"softmax\" but moe_router_activation_func is"));
 }
 
 Config with(std::vector<std::string> sets) {

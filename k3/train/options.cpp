@@ -1,11 +1,10 @@
 #include "k3/train/options.h"
 
 #include <algorithm>
-#include <filesystem>
+#include <limits>
 #include <nlohmann/json.hpp>
 
 #include "k3/core/error.h"
-#include "k3/core/file.h"
 #include "k3/core/nearest.h"
 
 namespace k3 {
@@ -40,6 +39,8 @@ void read(const std::string& key, const json& value, std::string& to) {
 }
 void read(const std::string& key, const json& value, int64_t& to) {
   K3_CHECK(value.is_number_integer(), "[config] {} must be a whole number, not {}", key, value.dump());
+  K3_CHECK(!value.is_number_unsigned() || value.get<uint64_t>() <= uint64_t(std::numeric_limits<int64_t>::max()),
+           "[config] {} is {}, which does not fit into 64 bits", key, value.dump());
   to = value;
 }
 void read(const std::string& key, const json& value, double& to) {
@@ -118,7 +119,7 @@ void TrainOptions::finish() {
   at_least("sequence_length", sequence_length, 1), at_least("batch_tokens", batch_tokens, 1), at_least("steps", steps, 1);
   at_least("log_every", log_every, 1), at_least("eval_every", eval_every, 1), at_least("save_every", save_every, 1);
   at_least("eval_tokens", eval_tokens, 0), at_least("micro_batch_tokens", micro_batch_tokens, 0), at_least("seed", seed, 0);
-  at_least("balance_bins", balance_bins, 2);
+  between("balance_bins", double(balance_bins), 2, 1000000);
   K3_CHECK(batch_tokens % sequence_length == 0, "[config] batch_tokens {} must be a multiple of sequence_length {}; the nearest is {}", batch_tokens,
            sequence_length, std::max<int64_t>(1, (batch_tokens + sequence_length / 2) / sequence_length) * sequence_length);
   if (micro_batch_tokens == 0) micro_batch_tokens = batch_tokens;
@@ -147,13 +148,11 @@ OptionChanges changes(const TrainOptions& before, const TrainOptions& now) {
 }
 
 RunConfig load_run_config(const std::string& path, const std::vector<std::string>& assignments) {
-  std::string file = std::filesystem::is_directory(path) ? path + "/config.json" : path;
-  json j = json::parse(read_file(file), nullptr, false);
-  K3_CHECK(j.is_object(), "[config] {} is not a valid JSON object", file);
+  json j = read_config_file(path);
   RunConfig run;
   if (j.contains("train")) run.train = TrainOptions::parse(j["train"]), j.erase("train");
   for (const auto& [key, value] : j.items()) {
-    K3_CHECK(!TrainOptions::is_key(key), "[config] {} belongs into the \"train\" object of {}", key, file);
+    K3_CHECK(!TrainOptions::is_key(key), "[config] {} belongs into the \"train\" object of {}", key, path);
     run.given.push_back(key);
   }
   if (j.contains("text_config") && j["text_config"].is_object())

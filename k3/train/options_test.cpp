@@ -1,3 +1,5 @@
+#include <sys/stat.h>
+
 #include <algorithm>
 
 #include "k3/train/schedule.h"
@@ -48,10 +50,18 @@ TEST(options, what_cannot_be_is_refused_with_the_reason) {
   EXPECT_THAT(with("batch_tokens", "1000"), throws_error("batch_tokens 1000 must be a multiple of sequence_length 512; the nearest is 1024"));
   EXPECT_THAT(with("micro_batch_tokens", "100"), throws_error("micro_batch_tokens 100 must be a multiple"));
   EXPECT_THAT(with("steps", "0"), throws_error("steps is 0 but must be at least 1"));
+  EXPECT_THAT(with("seed", "18446744073709551615"), throws_error("seed is 18446744073709551615, which does not fit into 64 bits"));
+  EXPECT_THAT(with("balance_bins", "1000001"), throws_error("balance_bins is 1000001 but must lie between 2 and 1000000"));
   EXPECT_THAT(with("optimizer", "moun"), throws_error("did you mean 'muon'"));
   EXPECT_THAT(with("balance", "quantil"), throws_error("did you mean 'quantile'"));
   EXPECT_THAT(with("held_out", "1"), throws_error("held_out is 1 but must lie between 0 and 0.9"));
   EXPECT_THAT(with("muon_momentum", "1"), throws_error("muon_momentum is 1"));
+}
+
+TEST(options, a_pipe_in_place_of_a_config_is_refused_and_not_waited_for) {
+  TemporaryFolder folder;
+  ASSERT_EQ(mkfifo((folder / "c.json").c_str(), 0600), 0);
+  EXPECT_THAT([&] { load_run_config(folder / "c.json", {}); }, throws_error("c.json is not a regular file"));
 }
 
 TEST(options, set_reaches_model_and_training) {
