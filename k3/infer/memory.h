@@ -8,18 +8,13 @@
 #include <cstdint>
 #include <string>
 
+#include "k3/core/memory.h"
 #include "k3/infer/expert_cache.h"
 
 namespace k3 {
 
 uint64_t parse_size(const std::string& text);  // "8GiB", "500 MB", "1.5G" (G is GiB), "123456"; Error otherwise
 std::string size_text(double bytes);           // "8.59 GB"
-
-// What this process may still take without being killed or making others swap: the machine's available memory and the limits of the
-// containers around it (cgroup v1 and v2). `root` is for tests.
-uint64_t available_memory(const std::string& root = "");
-uint64_t resident_memory();       // of this process now
-uint64_t peak_resident_memory();  // and at its highest
 
 struct MemoryRequest {
   std::string budget = "auto";  // or a size: the most that the whole process may have resident

@@ -9,6 +9,7 @@
 
 #include "k3/core/error.h"
 #include "k3/core/file.h"
+#include "k3/core/memory.h"
 #include "k3/model/checkpoint.h"
 #include "k3/model/init.h"
 #include "k3/tokenizer/learn.h"
@@ -118,6 +119,37 @@ TokenFile open_data(const RunRequest& request, const std::string& path, const st
   return TokenFile(path);
 }
 
+// Refuses a run that would be killed for its memory: the same code on the null device says what it needs.
+void check_memory(const RunConfig& run, const TokenFile& data, const std::vector<int64_t>& documents, const Tokenizer& tokenizer) {
+  const double available = double(available_memory()), gb = 1e-9;
+  auto refuse = [&](const std::string& what, double needed) {
+    K3_CHECK(needed <= available,
+             "[train] {} {:.2f} GB, but {:.2f} GB are available here; make the model smaller (hidden_size {}, num_hidden_layers {}, num_experts {}, "
+             "vocab_size {}) or a step (micro_batch_tokens {}; recompute=true)",
+             what, needed * gb, available * gb, run.model.hidden_size, run.model.num_hidden_layers, run.model.num_experts, run.model.vocab_size,
+             run.train.micro_batch_tokens);
+  };
+  Model model(run.model, true);
+  double weights = 0, gradients = 0;
+  for (const Param& p : model.params().all()) {
+    double bytes = 4;
+    for (int i = 0; i < p.shape.rank; ++i) bytes *= double(p.shape[i]);
+    weights += bytes, gradients += p.role.kind == Role::Kind::fixed ? 0 : bytes;
+  }
+  // What follows counts in whole numbers, so what is far too large is refused before: a moment of each weight, a row of each token.
+  refuse("weights, gradients and moments need at least", weights + 2 * gradients);
+  refuse("the rows of a micro-batch need at least", 4.0 * double(run.model.hidden_size) * double(run.train.micro_batch_tokens));
+  model.params().allocate(Device::null);
+  Trainer trainer(model, data, documents, tokenizer, run.train);
+  double moments = 0;
+  for (const NamedTensor& t : trainer.optimizer().moments()) moments += double(t.value.bytes());
+  Sampler sampler(data, documents, uint64_t(run.train.seed), run.train.sequence_length);
+  const double step = double(trainer.forecast(sampler.tokens(0, run.train.micro_batch_tokens).batch).bytes);
+  refuse(fmt::format("{:.2f} GB of weights, {:.2f} of gradients, {:.2f} of moments and {:.2f} of a step make", weights * gb, gradients * gb,
+                     moments * gb, step * gb),
+         weights + gradients + moments + step);
+}
+
 }  // namespace
 
 std::optional<Training> Training::read(const std::string& folder) {
@@ -209,6 +241,9 @@ void train(const RunRequest& request, const RunEvents& events) {
   TokenFile data = open_data(request, folder.file("tokens.bin"), before, options, sources, tokenizer, events);
   data.check_tokenizer(tokenizer);
   Split split = split_documents(data, options.held_out);
+  K3_CHECK(!split.train.empty(), "[data] all {} documents of {} are held out, so none is left to learn from; give more documents or set held_out=0",
+           data.documents(), data.path());
+  if (request.device == Device::cpu) check_memory(run, data, split.train, tokenizer);
 
   // 3. The model, and where it stands.
   Model model(run.model, true);
@@ -332,6 +367,10 @@ void train(const RunRequest& request, const RunEvents& events) {
     if (!held.empty() || last || stopping) report();
   }
   if (saved != trainer.steps_done()) save_state(), saved = trainer.steps_done();
+  K3_CHECK(trainer.steps_done() < options.steps || trainer.optimizer().updates > 0,
+           "[train] all {} steps were skipped, for gradients that are not finite, so nothing was learnt; start again with another --out and a "
+           "smaller initializer_range or learning_rate",
+           options.steps);
   if (model.has_mtp() && !options.mtp_keep && trainer.steps_done() == options.steps) {
     const std::string path = folder.file("final"), part = path + ".part";
     fs::remove_all(part);

@@ -232,6 +232,15 @@ TEST(run, a_damaged_checkpoint_is_named_and_the_one_before_serves) {
   expect_same_run(p.folder / "straight", p.folder / "out");
 }
 
+TEST(run, a_model_that_memory_cannot_hold_is_refused_before_it_is_made) {
+  Place p;
+  RunRequest r = p.request();
+  r.assignments = {"hidden_size=100000000"};
+  EXPECT_THAT([&] { p.go(r); }, throws_error("weights, gradients and moments need at least"));
+  r.assignments = {"hidden_size=4096", "sequence_length=1000000", "batch_tokens=100000000", "micro_batch_tokens=0"}, r.out = p.folder / "rows";
+  EXPECT_THAT([&] { p.go(r); }, throws_error("the rows of a micro-batch need at least"));
+}
+
 TEST(run, a_tokenizer_is_learnt_from_the_data) {
   Place p;
   RunRequest r = p.request();
