@@ -86,7 +86,7 @@ struct Run {
   double train_seconds = 0, decode_seconds = 0, predicted_bytes = 0, measured_bytes = 0;
 };
 
-constexpr int64_t kPrompt = 256, kDecoded = 32, kRounds = 10;
+constexpr int64_t kPrompt = 256, kDecoded = 32, kRounds = 24;
 
 Run run(const Size& s) {
   Run r;
