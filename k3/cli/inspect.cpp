@@ -89,7 +89,7 @@ void run(const std::string& named, bool tensors, bool verified) {
   if (c.num_experts)
     fmt::print("experts               {} routed, {} a token{}, {} shared\n", c.num_experts, c.num_experts_per_token,
                c.routed_expert_hidden_size ? fmt::format(", in a latent space of {}", c.routed_expert_hidden_size) : "", c.num_shared_experts);
-  fmt::print("positional encoding   none\n");
+  fmt::print("positional encoding   {}\n", c.mla_use_nope ? "none" : fmt::format("rotation in mla, theta {:g}", c.rope_theta));
   fmt::print("parameters            {} ({} active a token, embedding not counted)\n", thousands(total),
              thousands(total - int64_t(double(inactive) * unused) - c.vocab_size * c.hidden_size));
   fmt::print("memory a sequence     {} bytes, whatever its length, in float32\n", thousands(state.bytes_per_slot()));

@@ -11,6 +11,7 @@
 #include <fstream>
 
 #include "k3/core/error.h"
+#include "k3/core/memory.h"
 #include "k3/core/threads.h"
 #include "k3/model/init.h"
 #include "k3/model/model.h"
@@ -74,13 +75,6 @@ Architecture architecture(const Size& s) {
   return a;
 }
 
-double status_kb(const char* key) {
-  std::ifstream in("/proc/self/status");
-  for (std::string line; std::getline(in, line);)
-    if (line.rfind(key, 0) == 0) return std::atof(line.c_str() + std::strlen(key));
-  return 0;
-}
-
 struct Run {
   Work train{}, decode{};
   double train_seconds = 0, decode_seconds = 0, predicted_bytes = 0, measured_bytes = 0;
@@ -105,7 +99,7 @@ Run run(const Size& s) {
     r.decode[weights] -= r.decode[cold];
   }
   if (std::ofstream clear("/proc/self/clear_refs"); clear) clear << 5;  // the high-water mark starts again from here
-  const double before = status_kb("VmRSS:");
+  const double before = double(resident_memory());
   Model model(a.config);
   model.params().allocate(Device::cpu), model.params().allocate_grads();
   initialize(model, 1);
@@ -134,7 +128,7 @@ Run run(const Size& s) {
       r.train_seconds = std::min(r.train_seconds, now() - start);
     }
   }
-  r.measured_bytes = (status_kb("VmHWM:") - before) * 1024;
+  r.measured_bytes = double(peak_resident_memory()) - before;
   r.predicted_bytes = double(parameters + moments + arena_bytes);
 
   Arena arena(size_t(1) << 30);
