@@ -15,6 +15,7 @@ else()
   target_link_libraries(k3_warnings INTERFACE OpenMP::OpenMP_CXX)
 endif()
 if(K3_CUDA)
+  set(CMAKE_CUDA_COMPILER_LAUNCHER ${CMAKE_CXX_COMPILER_LAUNCHER})
   enable_language(CUDA)
   set(CMAKE_CUDA_STANDARD 20)
   if(NOT CMAKE_CUDA20_STANDARD_COMPILE_OPTION)  # CMake 3.25 does not know that nvcc can
