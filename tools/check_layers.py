@@ -7,16 +7,17 @@ import sys
 root = pathlib.Path(sys.argv[1] if len(sys.argv) > 1 else ".")
 MAY = {
     "core": "",
+    "chart": "core",
     "tape": "core",
     "ops": "tape core",
     "tokenizer": "core",
     "model": "ops tape core",
-    "train": "model tokenizer ops tape core",
-    "infer": "model tokenizer ops tape core",
-    "plan": "train infer model ops tape core",
-    "lab": "plan train infer model tokenizer ops tape core",
+    "train": "chart model tokenizer ops tape core",
+    "infer": "chart model tokenizer ops tape core",
+    "plan": "chart train infer model ops tape core",
+    "lab": "chart plan train infer model tokenizer ops tape core",
     "serve": "infer model tokenizer core",
-    "cli": "lab serve plan train infer model tokenizer ops tape core",
+    "cli": "chart lab serve plan train infer model tokenizer ops tape core",
 }
 bad = 0
 for path in sorted((root / "k3").rglob("*")):

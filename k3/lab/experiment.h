@@ -10,10 +10,12 @@
 #include <string>
 #include <vector>
 
-#include "k3/lab/chart.h"
+#include "k3/chart/chart.h"
 
 namespace k3::lab {
 
+using chart::Chart;
+using chart::Series;
 using nlohmann::json;
 
 struct Setting {

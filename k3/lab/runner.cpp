@@ -69,32 +69,6 @@ class Progress {
   size_t count_ = 0, ended_ = 0;
 };
 
-constexpr const char* kHead = R"(<!doctype html>
-<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1"><title>{0}</title>
-<style>
-:root {{ color-scheme: light dark; --ink: #1d2430; --soft: #5d6878; --page: #fbfbfa; --card: #fff; --line: #e3e6ea; }}
-@media (prefers-color-scheme: dark) {{ :root {{ --ink: #e8eaee; --soft: #9aa5b4; --page: #14171c; --card: #1c2027; --line: #313742; }} }}
-body {{ margin: 0 auto; max-width: 1000px; padding: 24px 20px; background: var(--page); color: var(--ink); font: 15px/1.5 system-ui, sans-serif; }}
-h1 {{ font-size: 22px; margin: 0; }}
-.answer {{ font-size: 17px; }}
-ul, code {{ color: var(--soft); }}
-figure {{ margin: 18px 0; padding: 14px 16px; background: var(--card); border: 1px solid var(--line); border-radius: 8px; }}
-figcaption, th {{ font-weight: 600; }}
-svg {{ width: 100%; height: auto; display: block; }}
-svg text {{ fill: var(--soft); font: 12px system-ui, sans-serif; }}
-.grid {{ stroke: var(--line); }}
-.whisker {{ stroke: var(--ink); }}
-polyline {{ fill: none; stroke-width: 1.8; stroke-linejoin: round; }}
-.legend {{ margin: 4px 0 0; font-size: 13px; color: var(--soft); }}
-.legend span {{ margin-right: 14px; white-space: nowrap; }}
-.legend i {{ display: inline-block; width: 14px; height: 3px; margin-right: 5px; vertical-align: middle; }}
-.scroll {{ overflow-x: auto; }}
-table {{ border-collapse: collapse; font-variant-numeric: tabular-nums; }}
-th, td {{ text-align: left; padding: 3px 14px 3px 0; border-bottom: 1px solid var(--line); vertical-align: top; }}
-</style>
-<h1>{0}</h1>
-)";
-
 }  // namespace
 
 std::string table_text(const Table& t) {
@@ -115,17 +89,17 @@ std::string table_text(const Table& t) {
 }
 
 std::string page(const Experiment& e, const Findings& f, const std::string& command) {
-  std::string out = fmt::format(kHead, escaped(fmt::format("{}: {}", e.name, e.question)));
-  out += "<p class='answer'>" + escaped(f.answer) + "</p>\n<p><code>" + escaped(command) + "</code></p>\n<ul>\n";
-  for (const std::string& n : f.notes) out += "<li>" + escaped(n) + "</li>\n";
+  std::string out = chart::page_head(fmt::format("{}: {}", e.name, e.question));
+  out += "<p class='answer'>" + chart::escaped(f.answer) + "</p>\n<p><code>" + chart::escaped(command) + "</code></p>\n<ul>\n";
+  for (const std::string& n : f.notes) out += "<li>" + chart::escaped(n) + "</li>\n";
   out += "</ul>\n";
-  for (const Chart& c : f.charts) out += svg(c);
+  for (const Chart& c : f.charts) out += chart::svg(c);
   for (const Table& t : f.tables) {
-    out += "<figure class='scroll'><figcaption>" + escaped(t.title) + "</figcaption><table><tr>";
-    for (const std::string& c : t.columns) out += "<th>" + escaped(c) + "</th>";
+    out += "<figure class='scroll'><figcaption>" + chart::escaped(t.title) + "</figcaption><table><tr>";
+    for (const std::string& c : t.columns) out += "<th>" + chart::escaped(c) + "</th>";
     for (const auto& r : t.rows) {
       out += "</tr>\n<tr>";
-      for (const std::string& c : r) out += "<td>" + escaped(c) + "</td>";
+      for (const std::string& c : r) out += "<td>" + chart::escaped(c) + "</td>";
     }
     out += "</tr></table></figure>\n";
   }
