@@ -19,19 +19,11 @@ namespace {
 namespace fs = std::filesystem;
 using testing::throws_error;
 
-class Folder {
- public:
-  explicit Folder(const std::string& name) : path(fs::path(::testing::TempDir()) / ("k3_cache_" + name + std::to_string(getpid()))) {
-    fs::remove_all(path);
-  }
-  ~Folder() { fs::remove_all(path); }
-  std::string str() const { return path.string(); }
-  fs::path path;
-};
+using testing::TemporaryFolder;
 
 // A fabricated snapshot: 8 MoE layers of 16 experts in MXFP4 (K3), or 4 of them in bf16 (Kimi-Linear).
 struct Files {
-  Folder config{"config"}, folder{"model"};
+  TemporaryFolder config{TemporaryFolder::absent}, folder{TemporaryFolder::absent};
   explicit Files(bool k3) {
     Config c = k3 ? testing::tiny_k3() : testing::tiny_linear();
     c.moe_intermediate_size = 32;

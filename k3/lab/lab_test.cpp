@@ -6,6 +6,7 @@
 #include <filesystem>
 #include <map>
 
+#include "k3/core/testing.h"
 #include "k3/core/error.h"
 #include "k3/core/file.h"
 #include "k3/core/threads.h"
@@ -16,7 +17,8 @@
 namespace k3::lab {
 namespace {
 
-auto throws_error(const std::string& part) { return ::testing::ThrowsMessage<Error>(::testing::HasSubstr(part)); }
+using testing::TemporaryFolder;
+using testing::throws_error;
 
 struct Sequence {
   std::vector<int32_t> ids, targets;
@@ -133,7 +135,8 @@ TEST(lab, an_unknown_experiment_names_the_nearest) {
 }
 
 TEST(lab, what_cannot_run_is_refused_before_anything_runs) {
-  const std::string out = std::filesystem::temp_directory_path() / ("k3-lab-refused-" + std::to_string(getpid()));
+  const TemporaryFolder folder;
+  const std::string out = folder / "out";
   EXPECT_THAT(
       [&] {
         run({{"outliers", "recal"}, {.quick = true}, out}, {});
@@ -158,8 +161,8 @@ TEST(lab, every_experiment_states_units_with_names_of_their_own) {
 }
 
 TEST(lab, finished_runs_are_kept_and_give_the_same_report) {
-  const std::string out = std::filesystem::temp_directory_path() / ("k3-lab-test-" + std::to_string(getpid()));
-  std::filesystem::remove_all(out);
+  const TemporaryFolder folder;
+  const std::string out = folder / "out";
   std::vector<std::string> lines;
   const Request request{{"outliers"}, {.quick = true, .seeds = 1}, out};
   const Hooks hooks{.line = [&](const std::string& s) { lines.push_back(s); }};
@@ -180,17 +183,16 @@ TEST(lab, finished_runs_are_kept_and_give_the_same_report) {
   run(request, hooks);
   EXPECT_EQ(lines.size(), 2u);
   EXPECT_EQ(json::parse(read_file(path + "runs/growth.json"))["what"]["seeds"], 1);
-  std::filesystem::remove_all(out);
 }
 
 TEST(lab, asked_to_stop_it_keeps_what_is_done) {
-  const std::string out = std::filesystem::temp_directory_path() / ("k3-lab-stop-" + std::to_string(getpid()));
+  const TemporaryFolder folder;
+  const std::string out = folder / "out";
   EXPECT_THAT(
       [&] {
         run({{"outliers"}, {.quick = true, .seeds = 1}, out}, {.stop = [] { return true; }});
       },
       throws_error("the same command goes on"));
-  std::filesystem::remove_all(out);
 }
 
 TEST(identity, every_statement_holds) {

@@ -18,15 +18,7 @@ namespace {
 namespace fs = std::filesystem;
 using testing::throws_error;
 
-class Folder {
- public:
-  explicit Folder(const std::string& name) : path(fs::path(::testing::TempDir()) / ("k3_" + name + std::to_string(getpid()))) {
-    fs::remove_all(path);
-  }
-  ~Folder() { fs::remove_all(path); }
-  std::string str() const { return path.string(); }
-  fs::path path;
-};
+using testing::TemporaryFolder;
 
 std::unique_ptr<Model> made(Config c) {
   c.finish();
@@ -53,7 +45,7 @@ std::vector<float> hidden_of(const std::string& folder, bool for_training = fals
 
 TEST(checkpoint, saved_and_loaded_is_the_same_model) {
   for (const Config& c : {testing::tiny_k3(), testing::tiny_linear()}) {
-    Folder f("round");
+    TemporaryFolder f{TemporaryFolder::absent};
     auto m = made(c);
     save(*m, f.str(), 20000);  // many shards
     EXPECT_TRUE(fs::exists(f.path / "model.safetensors.index.json"));
@@ -63,7 +55,7 @@ TEST(checkpoint, saved_and_loaded_is_the_same_model) {
 }
 
 TEST(checkpoint, names_and_shapes_are_the_published_ones) {
-  Folder f("names");
+  TemporaryFolder f{TemporaryFolder::absent};
   auto m = made(testing::tiny_k3());
   save(*m, f.str());
   Snapshot s(f.str());
@@ -88,7 +80,7 @@ TEST(checkpoint, names_and_shapes_are_the_published_ones) {
 }
 
 TEST(checkpoint, other_spellings_are_accepted) {
-  Folder f("spelling");
+  TemporaryFolder f{TemporaryFolder::absent};
   auto m = made(testing::tiny_k3());
   save(*m, f.str());
   Snapshot s(f.str());
@@ -103,7 +95,7 @@ TEST(checkpoint, other_spellings_are_accepted) {
     swap("output_attn_res_proj.weight", "output_attn_res.proj_weight");
     tensors.push_back({name, s.view(t)});
   }
-  Folder g("spelling2");
+  TemporaryFolder g{TemporaryFolder::absent};
   write_snapshot(g.str(), tensors);
   fs::copy(f.path / "config.json", g.path / "config.json");
   EXPECT_EQ(hidden_of(g.str()), hidden(*m));
@@ -129,7 +121,7 @@ TEST(checkpoint, missing_extra_and_wrong_tensors_are_named) {
   auto m = made(testing::tiny_k3());
   const std::string name = "language_model.model.layers.3.self_attn.o_proj.weight";
   auto with = [&](auto change) {
-    Folder f("bad");
+    TemporaryFolder f{TemporaryFolder::absent};
     save(*m, f.str());
     rewrite(f.str(), change);
     return hidden_of(f.str());
@@ -157,7 +149,7 @@ TEST(checkpoint, the_layer_of_multi_token_prediction_is_kept_or_dropped_and_pass
   Model m(c, true);
   testing::fill(m);
   for (bool keep : {true, false}) {
-    Folder f("mtp");
+    TemporaryFolder f{TemporaryFolder::absent};
     save(m, f.str(), uint64_t(1) << 30, keep);
     EXPECT_EQ(hidden_of(f.str()), hidden(m));
     Snapshot snapshot(f.str());
@@ -175,7 +167,7 @@ TEST(checkpoint, the_layer_of_multi_token_prediction_is_kept_or_dropped_and_pass
 TEST(checkpoint, a_decay_vector_longer_than_the_heads_must_end_in_zeros) {
   auto m = made(testing::tiny_k3());
   auto with = [&](std::vector<float> values) {
-    Folder f("A_log");
+    TemporaryFolder f{TemporaryFolder::absent};
     save(*m, f.str());
     rewrite(f.str(), [&](auto& t) {
       for (auto& x : t)
@@ -212,7 +204,7 @@ void pack_experts(const std::string& folder, std::vector<std::vector<uint8_t>>& 
 TEST(checkpoint, packed_experts_stay_in_the_file_and_give_the_bits_of_their_widened_copies) {
   Config c = testing::tiny_k3();
   c.moe_intermediate_size = 64;
-  Folder f("packed");
+  TemporaryFolder f{TemporaryFolder::absent};
   save(*made(c), f.str());
   std::vector<std::vector<uint8_t>> keep;
   keep.reserve(1000);
@@ -236,7 +228,7 @@ TEST(checkpoint, packed_experts_stay_in_the_file_and_give_the_bits_of_their_wide
 TEST(checkpoint, dense_matrices_are_made_narrow_and_nothing_else) {
   Config c = testing::tiny_k3();
   c.hidden_size = 64;  // q_lora_rank 20 and kv_lora_rank 24 remain: MXFP4 leaves such rows alone
-  Folder f("dense");
+  TemporaryFolder f{TemporaryFolder::absent};
   save(*made(c), f.str());
   c.finish();
   Snapshot s(f.str());
@@ -285,7 +277,7 @@ TEST(checkpoint, dense_matrices_are_made_narrow_and_nothing_else) {
 }
 
 TEST(checkpoint, codes_and_scales_are_not_saved_as_weights) {
-  Folder f("codes"), g("codes2");
+  TemporaryFolder f{TemporaryFolder::absent}, g{TemporaryFolder::absent};
   save(*made(testing::tiny_k3()), f.str());
   Config c = Config::load(f.str());
   c.finish();
@@ -297,7 +289,7 @@ TEST(checkpoint, codes_and_scales_are_not_saved_as_weights) {
 
 TEST(checkpoint, a_damaged_file_is_refused_before_it_is_used) {
   auto m = made(testing::tiny_linear());
-  Folder f("damage");
+  TemporaryFolder f{TemporaryFolder::absent};
   save(*m, f.str());
   const fs::path file = f.path / "model.safetensors";
   const std::string good = read_file(file);
@@ -319,7 +311,7 @@ TEST(checkpoint, a_damaged_file_is_refused_before_it_is_used) {
 TEST(checkpoint, shards_and_index_must_agree) {
   auto m = made(testing::tiny_k3());
   auto with = [&](auto change) {
-    Folder f("shards");
+    TemporaryFolder f{TemporaryFolder::absent};
     save(*m, f.str(), 60000);
     std::vector<fs::path> shards;
     for (auto& entry : fs::directory_iterator(f.path))

@@ -15,16 +15,7 @@ namespace {
 namespace fs = std::filesystem;
 using testing::throws_error;
 
-class Folder {
- public:
-  Folder() : path(fs::path(::testing::TempDir()) / ("k3_damage" + std::to_string(getpid()))) {
-    fs::remove_all(path);
-    fs::create_directories(path);
-  }
-  ~Folder() { fs::remove_all(path); }
-  std::string str() const { return path.string(); }
-  fs::path path;
-};
+using testing::TemporaryFolder;
 
 std::string hash_of(std::string_view text) {
   Sha256 s;
@@ -60,7 +51,7 @@ struct Weights {
 };
 
 std::string damage_after(const std::function<void(Weights&)>& change, bool fault = true) {
-  Folder f;
+  TemporaryFolder f;
   Weights w;
   change(w);
   w.write(f.str());
@@ -91,7 +82,7 @@ TEST(damage, values_that_are_no_numbers_are_found) {
 }
 
 TEST(damage, hashes_are_compared_where_the_folder_gives_any) {
-  Folder f;
+  TemporaryFolder f;
   Weights().write(f.str());
   const std::string file = "model.safetensors", hash = hash_of(read_file(f.str() + "/" + file));
   auto found = [&] { return find_damage(Snapshot(f.str())); };

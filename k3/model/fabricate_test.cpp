@@ -19,15 +19,7 @@ using testing::throws_error;
 
 const std::string kConfigs = std::string(K3_SOURCE_DIR) + "/configs";
 
-class Folder {
- public:
-  explicit Folder(const std::string& name) : path(fs::path(::testing::TempDir()) / ("k3_fabricate_" + name + std::to_string(getpid()))) {
-    fs::remove_all(path);
-  }
-  ~Folder() { fs::remove_all(path); }
-  std::string str() const { return path.string(); }
-  fs::path path;
-};
+using testing::TemporaryFolder;
 
 Config config_of(const std::string& name) {
   Config c = Config::load(kConfigs + "/" + name);
@@ -36,7 +28,7 @@ Config config_of(const std::string& name) {
 }
 
 // Shapes that MXFP4 can pack, with the widths of a test.
-std::string write_config(const Folder& f, Config c, bool quantized) {
+std::string write_config(const TemporaryFolder& f, Config c, bool quantized) {
   fs::create_directories(f.path);
   c.finish();
   nlohmann::json j = c.to_json();
@@ -135,7 +127,7 @@ TEST(fabricate, an_index_of_kimi_k3s_size_opens) {
 #if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
   GTEST_SKIP() << "1.5 TB of mapped files leave a sanitizer no room for its own";
 #endif
-  Folder f("whole");
+  TemporaryFolder f{TemporaryFolder::absent};
   const Fabricated made = fabricate(kConfigs + "/k3.json", f.str(), {.headers_only = true});
   EXPECT_EQ(made.tensors, 497220);
   EXPECT_EQ(made.bytes, 1560860324864u);
@@ -152,7 +144,7 @@ TEST(fabricate, an_index_of_kimi_k3s_size_opens) {
 
 TEST(fabricate, a_cut_model_loads_and_runs) {
   for (bool k3 : {true, false}) {
-    Folder config("config"), out("out");
+    TemporaryFolder config{TemporaryFolder::absent}, out{TemporaryFolder::absent};
     write_config(config, k3 ? packable() : testing::tiny_linear(), k3);
     const Fabricated made = fabricate(config.str(), out.str(), {.layers = 5, .experts = 6});
     Config c = Config::load(out.str());
@@ -175,7 +167,7 @@ TEST(fabricate, a_cut_model_loads_and_runs) {
 }
 
 TEST(fabricate, the_same_seed_gives_the_same_bytes_at_any_thread_count) {
-  Folder config("config"), a("a"), b("b"), other("other");
+  TemporaryFolder config{TemporaryFolder::absent}, a{TemporaryFolder::absent}, b{TemporaryFolder::absent}, other{TemporaryFolder::absent};
   write_config(config, packable(), true);
   const int threads = thread_count();
   fabricate(config.str(), a.str(), {.layers = 2});
@@ -191,7 +183,7 @@ TEST(fabricate, the_same_seed_gives_the_same_bytes_at_any_thread_count) {
 }
 
 TEST(fabricate, nothing_is_overwritten) {
-  Folder config("config");
+  TemporaryFolder config{TemporaryFolder::absent};
   write_config(config, packable(), true);
   EXPECT_THAT([&] { fabricate(config.str(), config.str(), {}); }, throws_error("is there and not empty; name another --out"));
 }

@@ -13,16 +13,7 @@ namespace {
 namespace fs = std::filesystem;
 using testing::throws_error;
 
-class Folder {
- public:
-  Folder() : path(fs::path(::testing::TempDir()) / ("k3_safetensors" + std::to_string(getpid()))) {
-    fs::remove_all(path);
-    fs::create_directories(path);
-  }
-  ~Folder() { fs::remove_all(path); }
-  std::string str() const { return path.string(); }
-  fs::path path;
-};
+using testing::TemporaryFolder;
 
 // A file with this header and `data` bytes behind it.
 std::string file_of(std::string header, size_t data) {
@@ -30,13 +21,13 @@ std::string file_of(std::string header, size_t data) {
   return std::string(reinterpret_cast<const char*>(&n), 8) + header + std::string(data, '\1');
 }
 
-Snapshot opened(const Folder& f, const std::string& header, size_t data) {
+Snapshot opened(const TemporaryFolder& f, const std::string& header, size_t data) {
   write_file(f.str() + "/model.safetensors", file_of(header, data));
   return Snapshot(f.str());
 }
 
 TEST(safetensors, a_good_header_is_read_whatever_the_order_of_its_fields) {
-  Folder f;
+  TemporaryFolder f;
   Snapshot s = opened(f,
                       R"({"b":{"data_offsets":[4,12],"shape":[2,1,2],"dtype":"BF16"},"__metadata__":{"format":"pt","n":{"x":[1]}},)"
                       R"( "a":{"dtype":"F32","shape":[],"data_offsets":[0,4]},"c":{"dtype":"F8_E8M0","shape":[3],"data_offsets":[12,15]}}  )",
@@ -50,7 +41,7 @@ TEST(safetensors, a_good_header_is_read_whatever_the_order_of_its_fields) {
 }
 
 TEST(safetensors, headers_that_cannot_be_are_refused_with_file_and_tensor) {
-  Folder f;
+  TemporaryFolder f;
   auto refuses = [&](const char* header, size_t data, const char* why) {
     EXPECT_THAT([&] { opened(f, header, data); }, throws_error(why)) << header;
   };
@@ -71,7 +62,7 @@ TEST(safetensors, headers_that_cannot_be_are_refused_with_file_and_tensor) {
 }
 
 TEST(safetensors, a_tensor_in_two_shards_is_refused) {
-  Folder f;
+  TemporaryFolder f;
   const std::string one = R"({"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}})";
   write_file(f.str() + "/model-00001-of-000002.safetensors", file_of(one, 4));
   write_file(f.str() + "/model-00002-of-000002.safetensors",
@@ -82,7 +73,7 @@ TEST(safetensors, a_tensor_in_two_shards_is_refused) {
 }
 
 TEST(safetensors, an_index_that_says_another_shard_or_leaves_the_folder_is_refused) {
-  Folder f;
+  TemporaryFolder f;
   for (const char* name : {"a", "b"})
     write_file(f.str() + "/model-" + name + ".safetensors",
                file_of(std::string("{\"") + name + R"(":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}})", 4));

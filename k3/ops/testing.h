@@ -1,9 +1,6 @@
 #pragma once
 // What operator tests share: random values, one step with a tape, complex-step derivatives, comparisons that see NaN first, and forcing of
 // instruction sets and thread counts.
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
-
 #include <cmath>
 #include <complex>
 #include <cstring>
@@ -11,10 +8,10 @@
 #include <functional>
 #include <vector>
 
-#include "k3/core/error.h"
 #include "k3/core/gpu.h"
 #include "k3/core/isa.h"
 #include "k3/core/rng.h"
+#include "k3/core/testing.h"
 #include "k3/core/threads.h"
 #include "k3/tape/param.h"
 #include "k3/tape/tape.h"
@@ -210,7 +207,5 @@ inline void expect_cuda_equals_cpu(double tolerance, const std::function<std::ve
     }
   }
 }
-
-inline auto throws_error(const std::string& part) { return ::testing::ThrowsMessage<Error>(::testing::HasSubstr(part)); }
 
 }  // namespace k3::testing

@@ -8,6 +8,7 @@
 #include "k3/core/error.h"
 #include "k3/core/file.h"
 #include "k3/core/mutate.h"
+#include "k3/core/testing.h"
 #include "k3/tokenizer/chat.h"
 #include "k3/tokenizer/reply.h"
 #include "k3/tokenizer/tokenizer.h"
@@ -17,12 +18,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-struct Folder {
-  fs::path path = fs::path(::testing::TempDir()) / ("k3_text_fuzz" + std::to_string(getpid()));
-  Folder() { fs::remove_all(path), fs::create_directories(path); }
-  ~Folder() { fs::remove_all(path); }
-  std::string file(const char* name) const { return (path / name).string(); }
-};
+using testing::TemporaryFolder;
 
 // Without waiting for the disk.
 void put(const std::string& file, const std::string& bytes) { std::ofstream(file, std::ios::binary) << bytes; }
@@ -37,19 +33,19 @@ bool answers(F f) {
 }
 
 TEST(text_fuzz, tokenizer_files) {
-  Folder folder;
+  TemporaryFolder folder;
   Tokenizer::bytes().save(folder.path.string());
   int good = 0;
   for (const char* name : {"tiktoken.model", "tokenizer_config.json"}) {
-    const std::string whole = read_file(folder.file(name));
+    const std::string whole = read_file(folder / name);
     for (uint64_t i = 0; i < 1500; ++i) {
-      put(folder.file(name), mutated(whole, i));
+      put(folder / name, mutated(whole, i));
       good += answers([&] {
         const Tokenizer t = Tokenizer::load(folder.path.string());
         t.decode(t.encode("some text: 123, 你好\n"), true);
       });
     }
-    put(folder.file(name), whole);
+    put(folder / name, whole);
   }
   EXPECT_GT(good, 0);
   EXPECT_LT(good, 2900);

@@ -80,7 +80,7 @@ TEST(corpus, folders_are_read_in_order_of_name_without_the_runs_own) {
   TemporaryFolder folder;
   put(folder / "b", "2"), put(folder / "a/z", "1"), put(folder / "runs/out/tokens.bin", "own"), put(folder / "runs/outer", "3");
   std::vector<std::string> names;
-  for (const Source& s : list_sources({folder.path()}, folder / "runs/out")) names.push_back(s.path.substr(folder.path().size() + 1));
+  for (const Source& s : list_sources({folder.str()}, folder / "runs/out")) names.push_back(s.path.substr(folder.str().size() + 1));
   EXPECT_EQ(names, (std::vector<std::string>{"a/z", "b", "runs/outer"}));
 }
 

@@ -1,42 +1,20 @@
 #pragma once
 // What the tests of this folder share: a complete K3 in miniature, some text, and a folder that goes away.
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
-#include <unistd.h>
-
 #include <filesystem>
 #include <fstream>
 #include <iterator>
 #include <nlohmann/json.hpp>
 #include <string>
 
-#include "k3/core/error.h"
 #include "k3/core/file.h"
 #include "k3/core/rng.h"
+#include "k3/core/testing.h"
 #include "k3/model/model.h"
 #include "k3/tokenizer/tokenizer.h"
 #include "k3/train/options.h"
 #include "k3/train/token_file.h"
 
 namespace k3::testing {
-
-inline auto throws_error(const std::string& part) { return ::testing::ThrowsMessage<Error>(::testing::HasSubstr(part)); }
-
-class TemporaryFolder {
- public:
-  TemporaryFolder() {
-    static int count = 0;
-    path_ = std::filesystem::temp_directory_path() / ("k3-test-" + std::to_string(getpid()) + "-" + std::to_string(count++));
-    std::filesystem::create_directories(path_);
-  }
-  ~TemporaryFolder() { std::filesystem::remove_all(path_); }
-  TemporaryFolder(const TemporaryFolder&) = delete;
-  std::string operator/(const std::string& name) const { return path_ + "/" + name; }
-  const std::string& path() const { return path_; }
-
- private:
-  std::string path_;
-};
 
 inline void put(const std::string& path, std::string_view text) {
   std::filesystem::create_directories(std::filesystem::path(path).parent_path());
