@@ -44,6 +44,7 @@ struct ChatFlags {
   ChatSettings settings{.generate = {.sample = {.temperature = 1.0f, .top_p = 0.95f}, .max_tokens = 4096}};
   bool fast = false, has_system = false, wants_thought = false;
   LoadOptions load;
+  PartsReport parts;
 };
 
 // What an answer says, as it comes: thoughts dimmed on a terminal and left out of a pipe, which holds answers alone.
@@ -80,7 +81,7 @@ void print_speed(const ChatTurn& t, const std::string& experts) {
              experts);
 }
 
-void run(ChatFlags f) {
+void run(ChatFlags& f) {
   check(f.settings.generate.sample);  // before anything is loaded
   const std::string folder = resolve_snapshot(f.model);
   Config config = Config::load(folder);
@@ -99,6 +100,7 @@ void run(ChatFlags f) {
   OpenedModel opened(folder, config,
                      {.budget = f.memory, .marks = 1, .context = f.context, .at_once = f.settings.session.prefill_chunk, .deterministic = !f.fast},
                      f.load);
+  f.parts.listen(f.settings.session);
   ChatSession chat(opened.model(), tokenizer, f.settings);
 
   struct sigaction action {};
@@ -114,6 +116,7 @@ void run(ChatFlags f) {
   auto last = std::chrono::steady_clock::now();
   auto on_delta = [&](const Reply& delta) { return screen.show(delta); };
   auto on_read = [&](int64_t done, int64_t total) {
+    if (done == total) f.parts.begin();
     const auto now = std::chrono::steady_clock::now();
     if (asks && done < total && now - last >= std::chrono::seconds(1)) fmt::print(stderr, "reading: {} of {} tokens\r", done, total), last = now;
     return !stop_wanted;
@@ -124,6 +127,7 @@ void run(ChatFlags f) {
     answering = false;
     screen.end();
     print_speed(t, opened.report(t.generated.prefill_seconds + t.generated.decode_seconds));
+    f.parts.print();
   };
   auto next = [&](std::string& line) {
     if (asks) fmt::print(stderr, "> ");
@@ -190,6 +194,7 @@ void add_chat(CLI::App& app) {
   c->add_flag("--fast", f->fast, "absorbed attention in decode: a smaller cache, results equal to rounding in place of to the bit");
   c->add_option("--context", f->context, "tokens of conversation that memory is planned for")->check(CLI::PositiveNumber)->capture_default_str();
   add_memory_flag(c, f->memory);
+  f->parts.add_flag(c);
   c->callback([f, system, thinking, effort] {
     f->has_system = system->count() > 0, f->wants_thought = thinking->count() + effort->count() > 0;
     run(*f);

@@ -20,5 +20,6 @@ void add_plan(CLI::App& app);
 void add_fabricate(CLI::App& app);
 void add_chat(CLI::App& app);
 void add_lab(CLI::App& app);
+void add_bench(CLI::App& app);
 
 }  // namespace k3

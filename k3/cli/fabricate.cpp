@@ -95,6 +95,8 @@ void add_fabricate(CLI::App& app) {
   c->add_option("--out", f->out, "new folder")->required();
   c->add_option("--layers", f->options.layers, "only the first so many layers")->check(CLI::Range(1, 4096));
   c->add_option("--experts", f->options.experts, "only so many experts a layer")->check(CLI::Range(1, 1 << 16));
+  c->add_option("--experts-as", f->options.experts_as, "write the routed experts as bf16 or mxfp4, whatever the config says")
+      ->check(CLI::IsMember({"bf16", "mxfp4"}));
   c->add_flag("--headers-only", f->options.headers_only, "headers, and files of the right size with nothing in them: takes no space");
   c->add_option("--seed", f->options.seed, "the same seed writes the same bytes")->capture_default_str();
   c->callback([f] { run(*f); });

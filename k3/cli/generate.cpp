@@ -24,9 +24,10 @@ struct GenerateFlags {
   int64_t chunk = 256;
   GenerateOptions options;
   LoadOptions load;
+  PartsReport parts;
 };
 
-void run(GenerateFlags f) {
+void run(GenerateFlags& f) {
   check(f.options.sample);  // before anything is loaded or printed
   for (const std::string& s : f.options.stop) K3_CHECK(!s.empty(), "[generate] --stop is empty; leave it out, or give at least one character");
   std::string folder = resolve_snapshot(f.model);
@@ -47,7 +48,9 @@ void run(GenerateFlags f) {
   bool terminal = isatty(STDERR_FILENO);
   auto rate = [](double n, double seconds) { return seconds > 0 ? n / seconds : 0.0; };
   for (int n = 0; n < f.samples; ++n) {
-    Session session(opened.model(), {.prefill_chunk = f.chunk, .deterministic = !f.fast});
+    SessionOptions how{.prefill_chunk = f.chunk, .deterministic = !f.fast};
+    f.parts.listen(how);
+    Session session(opened.model(), how);
     if (f.samples > 1) fmt::print("{}--- {}\n", n ? "\n" : "", n + 1);
     fmt::print("{}", prompt);
     std::fflush(stdout);
@@ -60,6 +63,7 @@ void run(GenerateFlags f) {
           return true;
         },
         [&](int64_t done) {
+          if (done == int64_t(ids.size())) f.parts.begin();
           auto now = std::chrono::steady_clock::now();
           if (now - last < std::chrono::seconds(terminal ? 1 : 10)) return;
           last = now;
@@ -69,6 +73,7 @@ void run(GenerateFlags f) {
     fmt::print(stderr, "[{} prompt tokens in {:.2f} s ({:.1f} tokens/s), {} tokens at {:.2f} tokens/s, {}{}]\n", g.prompt_tokens, g.prefill_seconds,
                rate(double(g.prompt_tokens), g.prefill_seconds), g.ids.size(), rate(double(g.ids.size()), g.decode_seconds),
                g.finish == "stop" ? "stopped by itself" : "stopped by --max-tokens", opened.report(g.prefill_seconds + g.decode_seconds));
+    f.parts.print();
     ++f.options.sample.seed;
   }
   opened.print_peak();
@@ -106,6 +111,7 @@ void add_generate(CLI::App& app) {
   c->add_flag("--fast", f->fast, "absorbed attention in decode: a smaller cache, results equal to rounding in place of to the bit");
   add_device(c, f->load);
   add_memory_flag(c, f->memory);
+  f->parts.add_flag(c);
   c->callback([f] { run(*f); });
 }
 

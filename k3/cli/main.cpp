@@ -87,7 +87,7 @@ int main(int argc, char** argv) {
     if (!isa.empty()) k3::cpu::force_isa(isa == "plain" ? k3::cpu::Isa::plain : isa == "avx2" ? k3::cpu::Isa::avx2 : k3::cpu::Isa::avx512);
   });
   k3::add_train(app), k3::add_generate(app), k3::add_eval(app), k3::add_inspect(app), k3::add_verify(app), k3::add_tokenize(app), k3::add_plan(app);
-  k3::add_fabricate(app), k3::add_chat(app), k3::add_lab(app);
+  k3::add_fabricate(app), k3::add_chat(app), k3::add_lab(app), k3::add_bench(app);
   try {
     app.parse(argc, argv);
   } catch (const CLI::Success& e) {  // --help, --version

@@ -16,6 +16,16 @@ void add_memory_flag(CLI::App* command, std::string& budget) {
       ->capture_default_str();
 }
 
+void PartsReport::add_flag(CLI::App* command) {
+  command->add_flag("--parts", wanted_, "after an answer: time and bytes of a token by part of the model, beside a plain read of memory");
+}
+
+void PartsReport::print() {
+  if (!wanted_ || clock_.steps() == 0) return;
+  const double limit = memory_read_rate(uint64_t(256) << 20);
+  fmt::print(stderr, "[a token, of {}; a plain read makes {:.1f} GB/s]\n{}", clock_.steps(), limit * 1e-9, part_table(clock_, limit));
+}
+
 OpenedModel::OpenedModel(const std::string& folder, Config config, MemoryRequest request, const LoadOptions& options)
     : snapshot_(folder), model_(std::move(config)) {
   if (options.device == Device::cuda) {

@@ -5,11 +5,28 @@
 #include <string>
 
 #include "k3/infer/memory.h"
+#include "k3/infer/session.h"
+#include "k3/infer/step_clock.h"
 #include "k3/model/checkpoint.h"
 
 namespace k3 {
 
 void add_memory_flag(CLI::App* command, std::string& budget);  // --memory SIZE|auto
+
+// --parts: after an answer, what a token of it read and how fast, part by part, beside a plain read of memory.
+class PartsReport {
+ public:
+  void add_flag(CLI::App* command);
+  void listen(SessionOptions& options) {
+    if (wanted_) options.listen = clock_.listener();
+  }
+  void begin() { clock_.clear(); }  // of the answer: the prompt is read
+  void print();                     // nothing when it was not asked for, or no token was decoded
+
+ private:
+  bool wanted_ = false;
+  StepClock clock_;
+};
 
 class OpenedModel {
  public:

@@ -32,6 +32,7 @@ void Session::read(std::span<const int32_t> ids, const std::function<void(int64_
     Context c;
     c.device = arena_.device(), c.arena = &arena_;
     c.deterministic = options_.deterministic;
+    if (options_.listen) options_.listen(c);
     arena_.rewind(0);
     Batch batch = Batch::one(n);
     batch.slots = {0};
@@ -40,11 +41,13 @@ void Session::read(std::span<const int32_t> ids, const std::function<void(int64_
     Var h = model_.forward(c, piece, batch, &state_);
     at += n;
     if (at == total) {  // logits of the last token only
+      c.part("head");
       Tensor last = k3::logits(Var(c, h.value().row_range(n - 1, n)), model_.lm_head());
       const HostCopy here(last);
       std::memcpy(logits_.data(), here.tensor().data(), last.bytes());
       has_logits_ = true;
     }
+    c.part("");
     if (progress) progress(at);
   }
 }

@@ -15,8 +15,9 @@
 namespace k3 {
 
 struct SessionOptions {
-  int64_t prefill_chunk = 256;  // tokens read at once: bounds the memory of a long prompt
-  bool deterministic = true;    // false: absorbed MLA decode, less memory a token; equal to rounding
+  int64_t prefill_chunk = 256;           // tokens read at once: bounds the memory of a long prompt
+  bool deterministic = true;             // false: absorbed MLA decode, less memory a token; equal to rounding
+  std::function<void(Context&)> listen;  // sees each step's Context before it runs (StepClock::listen)
 };
 
 class Session {

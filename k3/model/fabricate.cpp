@@ -161,10 +161,29 @@ json cut(const json& published, const FabricateOptions& o) {
     text["num_experts"] = o.experts;
     text["num_experts_per_token"] = std::min(o.experts, text.value("num_experts_per_token", o.experts));
   }
+  if (!o.experts_as.empty()) {
+    for (const char* key : {"quantization_config", "compression_config"}) top.erase(key), text.erase(key);
+    if (o.experts_as == "mxfp4") text["quantization_config"] = {{"quant_method", "compressed-tensors"}, {"format", "mxfp4-pack-quantized"}};
+  }
   return top;
 }
 
+// The whole of it, faults of the config itself first; then cut.
+json cut_file(const std::string& config, const FabricateOptions& o) {
+  K3_CHECK(o.experts_as.empty() || o.experts_as == "bf16" || o.experts_as == "mxfp4", "[fabricate] experts_as is '{}' but must be bf16 or mxfp4",
+           o.experts_as);
+  const json published = read_config_file(config);
+  Config::parse(published).finish();
+  return cut(published, o);
+}
+
 }  // namespace
+
+Config fabricated_config(const std::string& config, const FabricateOptions& o) {
+  Config c = Config::parse(cut_file(config, o));
+  c.finish();
+  return c;
+}
 
 std::vector<LayoutShard> published_layout(const Config& c, bool whole) {
   for (const std::string& mixer : c.mixer_of_layer)
@@ -202,11 +221,7 @@ std::vector<LayoutShard> published_layout(const Config& c, bool whole) {
 
 Fabricated fabricate(const std::string& from, const std::string& out, const FabricateOptions& o,
                      const std::function<void(uint64_t, uint64_t)>& progress) {
-  const std::string file = fs::is_directory(from) ? from + "/config.json" : from;
-  const json published = json::parse(read_file(file), nullptr, false);
-  K3_CHECK(published.is_object(), "[fabricate] {} is not a JSON object", file);
-  Config::parse(published).finish();  // faults of the config itself first
-  const json top = cut(published, o);
+  const json top = cut_file(from, o);
   Config c = Config::parse(top);
   c.finish();
   K3_CHECK(!fs::exists(out) || (fs::is_directory(out) && fs::is_empty(out)), "[fabricate] {} is there and not empty; name another --out", out);

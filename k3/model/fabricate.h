@@ -34,6 +34,7 @@ std::vector<LayoutShard> published_layout(const Config& config, bool whole);
 
 struct FabricateOptions {
   int64_t layers = 0, experts = 0;  // 0: as many as the config says
+  std::string experts_as;           // bf16 or mxfp4; empty: as the config says
   bool headers_only = false;        // files of the right size that hold headers and a hole (zeros that take no space on the disk)
   uint64_t seed = 1;
 };
@@ -42,6 +43,9 @@ struct Fabricated {
   int64_t shards = 0, tensors = 0;
   uint64_t bytes = 0;  // of the tensors
 };
+
+// The config of what fabricate() would write.
+Config fabricated_config(const std::string& config, const FabricateOptions& options);
 
 // Writes shards, index, config.json and generation_config.json to `out`, which must be empty or not be there. `config` is a config.json or a
 // folder that holds one. `progress` is told the bytes of tensors written so far.

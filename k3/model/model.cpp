@@ -55,12 +55,16 @@ Var Model::forward(Context& c, const Tensor& ids, const Batch& batch, ModelState
   K3_CHECK(ids.size() == batch.tokens(), "[model] {} token ids but the batch has {} tokens", ids.size(), batch.tokens());
   c.bf16_products = bf16_products;
   const float eps = float(config_.rms_norm_eps);
+  c.part("rest");
   residual_->begin(embedding(c, ids, *embed_tokens_));
   c.record("hidden.0", residual_->sources(0).back().value());
-  auto sublayer = [&](int64_t i, const char* name, auto f) {
+  auto sublayer = [&](int64_t i, const char* name, const char* part, Param* norm, auto f) {
     // everything by value: a checkpointed sublayer runs again when this function is long over
-    auto body = [this, &c, i, name, f](const std::vector<Var>& in) {
-      Var y = f(residual_->read(i, in));
+    auto body = [this, &c, i, name, part, norm, eps, f](const std::vector<Var>& in) {
+      Var x = rms_norm(residual_->read(i, in), *norm, eps);
+      c.part(part);
+      Var y = f(x);
+      c.part("rest");
       c.record(name + std::to_string(i / 2), y.value());
       return residual_->combine(i, in, y);
     };
@@ -71,8 +75,8 @@ Var Model::forward(Context& c, const Tensor& ids, const Batch& batch, ModelState
   for (int64_t l = 0; l < L; ++l) {
     const Layer* layer = &layers_[size_t(l)];
     State* s = state ? state->layer(l) : nullptr;
-    sublayer(2 * l, "attn_out.", [=](Var h) { return layer->mixer->forward(rms_norm(h, *layer->input_layernorm, eps), batch, s); });
-    sublayer(2 * l + 1, "ffn_out.", [=](Var h) { return layer->ffn->forward(rms_norm(h, *layer->post_attention_layernorm, eps), batch); });
+    sublayer(2 * l, "attn_out.", "attention", layer->input_layernorm, [=](Var x) { return layer->mixer->forward(x, batch, s); });
+    sublayer(2 * l + 1, "ffn_out.", "ffn", layer->post_attention_layernorm, [=](Var x) { return layer->ffn->forward(x, batch); });
     Var sum = residual_->sources(2 * l + 2).back();
     c.record("partial_sum." + std::to_string(l), sum.value());
     if (l + 1 < L) c.record("hidden." + std::to_string(l + 1), sum.value());

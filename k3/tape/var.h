@@ -11,9 +11,10 @@ namespace k3 {
 
 class Tape;
 
-// What an operator costs, for the planner: FLOPs, bytes through main memory, bytes through the network.
+// What an operator costs, for the planner: FLOPs, bytes through main memory, bytes through the network. `held`: of the bytes those of weights and
+// states that are read, which a token of decode cannot do without.
 struct Cost {
-  double flops = 0, bytes = 0, network = 0;
+  double flops = 0, bytes = 0, network = 0, held = 0;
 };
 
 // Context: where operators compute, from which memory, and who listens. One per step; passed along inside each Var.
@@ -23,6 +24,7 @@ struct Context {
   Tape* tape = nullptr;                                                 // null: inference
   std::function<void(std::string_view op, const Cost&)> on_cost;        // the planner
   std::function<void(std::string_view name, const Tensor&)> on_record;  // parity tools: "attn_out.3"
+  std::function<void(std::string_view part)> on_part;                   // clocks: what computes from here on: "attention"
   bool deterministic = true;   // the same bits however the work is cut; false allows faster forms (absorbed MLA decode)
   bool bf16_products = false;  // GPU: matrix products read bfloat16 and sum in float32; all else stays float32
   bool observe = false;        // collect what the trainer wants to know: expert load, balance histogram, largest logits
@@ -30,6 +32,9 @@ struct Context {
 
   void cost(std::string_view op, const Cost& c) const {
     if (on_cost) on_cost(op, c);
+  }
+  void part(std::string_view name) const {
+    if (on_part && !recomputing) on_part(name);
   }
   void record(std::string_view name, const Tensor& t) const {
     if (on_record && !recomputing) on_record(name, t);

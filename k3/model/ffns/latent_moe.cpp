@@ -44,7 +44,9 @@ class LatentMoe : public Ffn {
     watch(x.context(), routing, batch);
     Var z = down_ ? linear(x, *down_) : x;
     if (down_norm_) z = rms_norm(z, *down_norm_, eps_);
+    x.context().part("experts");
     Var u = experts(z, routing, weights_, activation_);
+    x.context().part("ffn");
     if (up_norm_) u = rms_norm(u, *up_norm_, eps_);  // on the weighted sum: the scale of the experts cancels
     if (up_) u = linear(u, *up_);
     if (!shared_) return u;

@@ -141,7 +141,10 @@ void expanded_attention(const Expanded& e, const Var& y, const Batch& batch, Tok
   const double key_dim = double(e.tiles.own + e.tiles.shared), value_dim = double(e.tiles.value);
   const double flops = 2 * plan.pairs * double(heads) * (key_dim + value_dim);
   const double bytes = 4.0 * (double(e.q.size() + y.size()) + double(plan.blocks.size()) * double(e.tiles.floats()));
-  c.cost(e.name, {.flops = flops, .bytes = bytes});
+  double held = 0;  // the rows that the cache held before
+  for (const auto& s : plan.sequences)
+    if (cache && s.queries > 0) held += 4.0 * double(s.first) * double(e.tiles.floats()) / double(cpu::kKeyTile);
+  c.cost(e.name, {.flops = flops, .bytes = bytes, .held = held});
 
   on_backward(y, [=, &c] {
     cpu::AttentionArgs b = a;

@@ -180,11 +180,12 @@ Var mla_attention(Var q, Var c, Var k_pe, Param& kv_b, const MlaShape& s, const 
     if (context.device == Device::cuda) gpu::check(cuda::latent_append(a, plan.longest, c.f32(), s.rank, k_pe.f32(), s.rope, gpu::stream()));
   }
   std::vector<cpu::AttentionSequence> absorbed;
-  double flops = 0, bytes = 4.0 * double(q.size() + y.size() + c.size() + k_pe.size());
+  double flops = 0, bytes = 4.0 * double(q.size() + y.size() + c.size() + k_pe.size()), held = 0;
   for (const auto& sequence : plan.sequences) {
     if (sequence.queries == 0) continue;
     const double keys = double(sequence.first + sequence.queries);
     const double pairs = double(sequence.queries) * (double(sequence.first) + double(sequence.queries + 1) / 2);
+    held += 4.0 * double(sequence.first) * double(s.rank + s.rope);
     if (!context.deterministic && absorbed_is_cheaper(s, sequence)) {
       absorbed.push_back(sequence);
       flops += 2.0 * double(s.heads) * (pairs * double(2 * s.rank + s.rope) + double(sequence.queries * (s.nope + s.value) * s.rank));
@@ -197,7 +198,7 @@ Var mla_attention(Var q, Var c, Var k_pe, Param& kv_b, const MlaShape& s, const 
   }
   if (!absorbed.empty()) {
     absorbed_attention(plan, absorbed, s, q, kv_b, y, a.m);
-    bytes += double(kv_b.value.bytes());
+    bytes += double(kv_b.value.bytes()), held += double(kv_b.value.bytes());
   }
   if (max_logit && context.device == Device::cpu) cpu::attention().max_logit(a, max_logit->f32());
   if constexpr (gpu::kBuilt) {
@@ -205,7 +206,7 @@ Var mla_attention(Var q, Var c, Var k_pe, Param& kv_b, const MlaShape& s, const 
       gpu::check(cuda::attention_max_logit(a, int64_t(plan.rows.size()), max_logit->f32(), gpu::stream()));
   }
   clear_padding(y.value(), batch);
-  context.cost("mla_attention", {.flops = flops, .bytes = bytes});
+  context.cost("mla_attention", {.flops = flops, .bytes = bytes, .held = held});
   return y;
 }
 

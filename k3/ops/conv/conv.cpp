@@ -180,7 +180,8 @@ Var conv_silu(Var x, Param& w, const Batch& batch, ConvState* state) {
   }
   if (state) remember(batch, x, *state);
   double n = double(rows * channels), flops = 2.0 * double(width) + 5, bytes = 8 * n + 4.0 * double(w.value.size());
-  c.cost("conv_silu", {.flops = flops * n, .bytes = bytes + (state ? 4 * n : 0)});
+  const double held = 4 * double(w.value.size()) + (state ? 4 * double(batch.sequences() * (width - 1) * channels) : 0);
+  c.cost("conv_silu", {.flops = flops * n, .bytes = bytes + (state ? 4 * n : 0), .held = held});
   if (!c.tape) c.arena->rewind(mark);  // the backward alone needs the taps again
   on_backward(y, [=, &c, &w] {
     cpu::ConvArgs b = a;

@@ -190,10 +190,10 @@ Var delta_rule(Var q, Var k, Var v, Var g, Var beta, const DeltaShape& shape, co
 
   // Once a token: q, k, v, g, beta, o. Once a sequence: the memory, read; written when the call closes chunks.
   const double C = double(cpu::kDeltaChunk), tokens = double(rows->first[S]) * double(H), KV = double(K) * double(V);
-  double memories = 0;
+  double memories = 0, memories_read = 0;
   for (int64_t s = 0; s < S; ++s) {
     double n = double(rows->length(s));
-    if (state && n > 0) memories += double(H) * (1 + std::min(1.0, n / C));
+    if (state && n > 0) memories += double(H) * (1 + std::min(1.0, n / C)), memories_read += double(H);
     if (state) {
       int32_t slot = batch.slots[s];
       state->tokens_[slot] += rows->length(s);
@@ -201,8 +201,9 @@ Var delta_rule(Var q, Var k, Var v, Var g, Var beta, const DeltaShape& shape, co
       if (state->open_[slot] > cpu::kDeltaChunk) state->open_[slot] = (state->open_[slot] - 1) % cpu::kDeltaChunk + 1;
     }
   }
-  c.cost("delta_rule",
-         {.flops = tokens * (6 * KV + 5 * C * double(K + V)), .bytes = 4 * (tokens * double(2 * K + columns + 2 * V + 1) + memories * KV)});
+  c.cost("delta_rule", {.flops = tokens * (6 * KV + 5 * C * double(K + V)),
+                        .bytes = 4 * (tokens * double(2 * K + columns + 2 * V + 1) + memories * KV),
+                        .held = 4 * memories_read * KV});
 
   on_backward(o, [=, &c] {
     cpu::DeltaArgs b = a;

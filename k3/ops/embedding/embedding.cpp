@@ -32,7 +32,7 @@ Var embedding(Context& c, const Tensor& ids, Param& table) {
   else
     a.table_bf16 = reinterpret_cast<const uint16_t*>(table.value.as<bf16>());
   double n = double(rows * d);
-  c.cost("embedding", {.flops = 0, .bytes = (4 + double(bytes_of(type))) * n});
+  c.cost("embedding", {.flops = 0, .bytes = (4 + double(bytes_of(type))) * n, .held = double(bytes_of(type)) * n});
   if (c.device == Device::cpu) cpu::embedding().embedding_forward(a);
   if constexpr (gpu::kBuilt) {
     if (c.device == Device::cuda) gpu::check(cuda::embedding_forward(a, gpu::stream()));

@@ -97,8 +97,8 @@ Var linear_rows(Var x, Param& w, int64_t first, int64_t last) {
   if (c.device == Device::cuda) OnGpu(c, weight, c.bf16_products).forward(x.f32(), y.f32(), m);
   if (data) weight_products({{m, x.f32(), weight, y.f32()}});
   double flops = 2.0 * double(m) * double(n) * double(k);
-  double bytes = stored_bytes(w) * double(n) / double(std::max<int64_t>(1, w.value.rows())) + 4.0 * double(m * n + m * k);
-  c.cost("linear", {.flops = flops, .bytes = bytes});
+  const double held = stored_bytes(w) * double(n) / double(std::max<int64_t>(1, w.value.rows())), bytes = held + 4.0 * double(m * n + m * k);
+  c.cost("linear", {.flops = flops, .bytes = bytes, .held = held});
   Tensor dw = w.grad.empty() ? Tensor() : w.grad.row_range(first, last);
   on_backward(y, [=, &c, narrow_products = c.bf16_products] {  // as the forward: the router's stay float32
     const float* dy = y.grad().f32();

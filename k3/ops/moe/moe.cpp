@@ -274,7 +274,14 @@ Var experts(Var z, const Routing& routing, const ExpertWeights& w, const Activat
       }
     }
   }
-  c.cost("experts", {.flops = flops, .bytes = weight_bytes + moved});
+  double held = weight_bytes;  // what is known only where there is data: how many experts the tokens share
+  if (on_cpu) {
+    held = 0;
+    for (int64_t j = 0; j < e; ++j)
+      if (d.rows(j))
+        for (const Param* p : {w.gate[size_t(j)], w.up[size_t(j)], w.down[size_t(j)]}) held += stored_bytes(*p);
+  }
+  c.cost("experts", {.flops = flops, .bytes = weight_bytes + moved, .held = held});
 
   on_backward(u, [=, &c, p = routing.weights] {
     Tensor du = u.grad(), dz = z.grad(), dp = p.grad();
