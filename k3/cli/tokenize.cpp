@@ -82,7 +82,7 @@ void tokenize(const Options& o) {
 
 void add_tokenize(CLI::App& app) {
   auto o = std::make_shared<Options>();
-  CLI::App* c = app.add_subcommand("tokenize", "Show what a text becomes: tokens, ids, pieces");
+  CLI::App* c = app.add_subcommand("tokenize", "show what a text becomes: tokens, ids, pieces");
   c->add_option("model", o->model, "Folder with tiktoken.model and tokenizer_config.json, what k3 train wrote, or the word bytes")->required();
   CLI::Option* text = c->add_option("--text", o->text, "The text; without --text and --file it is read from standard input");
   CLI::Option* file = c->add_option("--file", o->file, "A file with the text")->excludes(text);
