@@ -1,5 +1,7 @@
 // What the operators of a training step cost on the GPU, through the same calls as the model's: forward, then backward, float32 and with operands in
 // bfloat16. 16 heads, 4096 tokens; experts of a 0.4B K3 shape.
+#include <fmt/format.h>
+
 #include <memory>
 
 #include "bench/gpu/gpu.h"
@@ -71,14 +73,16 @@ void time_both(Step& s, const std::string& what, double forward_flops, double ba
 
 }  // namespace
 
-int main() {
+// With an argument: that part only (attention, delta, experts, update).
+int main(int argc, char** argv) {
+  auto wanted = [&](const std::string& part) { return argc < 2 || part == argv[1]; };
   const int64_t T = 4096, H = 16;
   Step s;
   for (bool narrow : {false, true}) {
     s.c.bf16_products = narrow;
     const std::string how = narrow ? ", bf16" : ", float32";
     const size_t mark = s.arena.mark();
-    {
+    if (wanted("attention")) {
       Var q(s.c, s.random({T, H * 192}, 1, 1)), kv(s.c, s.random({T, H * 192}, 1, 2)), v(s.c, s.random({T, H * 128}, 1, 3));
       const double pairs = double(H) * double(T) * double(T) / 2, both = 2 * pairs * 320;
       q.grad(), kv.grad(), v.grad();
@@ -87,20 +91,21 @@ int main() {
       });
     }
     s.arena.rewind(mark);
-    if (!narrow) {
-      Var q(s.c, s.random({T, H * 128}, 0.09, 1)), k(s.c, s.random({T, H * 128}, 0.09, 2)), v(s.c, s.random({T, H * 128}, 1, 3));
-      Var g(s.c, s.random({T, H * 128}, 0, 4)), beta(s.c, s.random({T, H}, 0.3, 5));
+    for (auto [heads, D] : {std::pair<int64_t, int64_t>{8, 32}, {8, 64}, {H, 128}}) {
+      if (!wanted("delta")) break;
+      Var q(s.c, s.random({T, heads * D}, 0.09, 1)), k(s.c, s.random({T, heads * D}, 0.09, 2)), v(s.c, s.random({T, heads * D}, 1, 3));
+      Var g(s.c, s.random({T, heads * D}, 0, 4)), beta(s.c, s.random({T, heads}, 0.3, 5));
       q.grad(), k.grad(), v.grad(), g.grad(), beta.grad();
-      const double flops = double(T * H) * 6 * 128 * 128;
-      time_both(s, "delta rule 16 x 128 x 128, T 4096" + how, flops, 2 * flops, [&] {
-        return delta_rule(q, k, v, g, beta, {H, 128, 128, 0.09f}, Batch::one(T), nullptr);
-      });
-      time_both(s, "delta rule 16 x 128 x 128, 8 of 512" + how, flops, 2 * flops, [&] {
-        return delta_rule(q, k, v, g, beta, {H, 128, 128, 0.09f}, Batch::of_lengths(std::vector<int64_t>(8, 512)), nullptr);
-      });
+      const double flops = double(T * heads) * 6 * double(D * D);
+      for (int64_t sequences : {1, 8})
+        time_both(s, fmt::format("delta rule {} x {} x {}, {} of {}", heads, D, D, sequences, T / sequences) + how, flops, 2 * flops, [&] {
+          return delta_rule(q, k, v, g, beta, {heads, D, D, 0.09f}, Batch::of_lengths(std::vector<int64_t>(size_t(sequences), T / sequences)),
+                            nullptr);
+        });
+      s.arena.rewind(mark);
     }
     s.arena.rewind(mark);
-    {
+    if (wanted("experts")) {
       const int64_t l = 512, m = 768, E = 8, k = 2;
       std::vector<std::unique_ptr<Param>> params;
       auto weight = [&](Shape shape) {
@@ -126,7 +131,7 @@ int main() {
     }
     s.arena.rewind(mark);
   }
-  for (int n = 0; n < 6; ++n) {
+  for (int n = 0; n < 6 && wanted("update"); ++n) {
     constexpr int64_t kShapes[3][3] = {{16, 128, 2048}, {4, 1024, 1024}, {1, 2048, 8192}};
     const auto& [blocks, rows, cols] = kShapes[n / 2];
     s.c.bf16_products = n % 2;

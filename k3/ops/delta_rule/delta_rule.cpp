@@ -7,6 +7,7 @@
 
 #include "k3/core/error.h"
 #include "k3/core/listed.h"
+#include "k3/ops/delta_rule/delta_parallel_cuda.h"
 #include "k3/ops/delta_rule/delta_rule_float_cuda.h"
 #include "k3/ops/delta_rule/delta_rule_kernels.h"
 #include "k3/tape/tape.h"
@@ -19,7 +20,7 @@ constexpr char kLayout[] = "delta_rule: chunk 16, memory panels of 32, key, deca
 
 // The tokens that exist, sequence by sequence.
 struct Rows {
-  std::vector<int32_t> first{0}, tokens, kept{0};  // tokens: empty when all exist
+  std::vector<int32_t> first{0}, tokens, kept{0}, chunks{0};  // tokens: empty when all exist
   int64_t longest = 0;
   Rows(const Batch& batch) {
     bool some = std::find_if(batch.padding.begin(), batch.padding.end(), [](uint8_t p) { return p != 0; }) != batch.padding.end();
@@ -29,6 +30,7 @@ struct Rows {
           if (!batch.padding[i]) tokens.push_back(int32_t(i));
       first.push_back(int32_t(some ? int64_t(tokens.size()) : batch.cu_seqlens[s + 1]));
       kept.push_back(kept.back() + int32_t(cpu::delta_kept(length(s))));
+      chunks.push_back(chunks.back() + int32_t((length(s) + cuda::kParallelChunk - 1) / cuda::kParallelChunk));
       longest = std::max(longest, length(s));
     }
     all_exist = !some;
@@ -161,14 +163,20 @@ Var delta_rule(Var q, Var k, Var v, Var g, Var beta, const DeltaShape& shape, co
 
   Var o(c, DType::f32, {N, H * V});
   a.out = o.f32();
-  if (c.tape) {
+  const bool parallel = gpu::kBuilt && c.device == Device::cuda && c.bf16_products && !state && cuda::delta_parallel_serves(K, V);
+  cuda::DeltaParallel p{a, nullptr, rows->chunks[S], nullptr, nullptr, nullptr, false};
+  const int64_t size = cuda::delta_parallel_size(K, V), kept_floats = rows->chunks[S] * H * cuda::delta_parallel_memory(size),
+                work_floats = rows->chunks[S] * H * cuda::delta_parallel_work(size);
+  if (parallel && c.tape) {
+    p.memories = c.arena->lend(DType::f32, {kept_floats}).f32();
+  } else if (c.tape) {
     a.kept = c.arena->lend(DType::f32, {rows->kept[S], H, cpu::delta_memory_floats(K, V)}).f32();
     a.errors = c.arena->lend(DType::f32, {N, H * V}).f32();
   }
   // The lists, where the kernels read them, and room to work in, which the GPU does not need.
-  auto lend = [&c, rows, tasks = cpu::delta_tasks(S * H)](cpu::DeltaArgs& a, Scratch& s, int64_t floats) {
+  auto lend = [&c, rows, parallel, tasks = cpu::delta_tasks(S * H)](cpu::DeltaArgs& a, Scratch& s, int64_t floats) {
     a.first = listed(c.device, s, rows->first), a.rows = rows->all_exist ? nullptr : listed(c.device, s, rows->tokens);
-    if (c.tape || a.d_out) a.kept_first = listed(c.device, s, rows->kept);
+    if ((c.tape || a.d_out) && !parallel) a.kept_first = listed(c.device, s, rows->kept);
     if (c.device != Device::cuda) a.scratch = s.lend(DType::f32, {tasks, floats}).f32();
   };
   if (Scratch s(*c.arena); true) {
@@ -183,7 +191,14 @@ Var delta_rule(Var q, Var k, Var v, Var g, Var beta, const DeltaShape& shape, co
     if constexpr (gpu::kBuilt) {
       if (c.device == Device::cuda) {
         if (!rows->all_exist) gpu::clear(a.out, o.value().bytes());
-        gpu::check(cuda::delta_float_forward(a, gpu::stream()));
+        if (parallel) {
+          cuda::DeltaParallel f = p;
+          f.a = a, f.chunk_first = listed(c.device, s, rows->chunks), f.work = s.lend(DType::f32, {work_floats}).f32();
+          if (!c.tape) f.memories = s.lend(DType::f32, {kept_floats}).f32();
+          gpu::check(cuda::delta_parallel_forward(f, gpu::stream()));
+        } else {
+          gpu::check(cuda::delta_float_forward(a, gpu::stream()));
+        }
       }
     }
   }
@@ -214,7 +229,12 @@ Var delta_rule(Var q, Var k, Var v, Var g, Var beta, const DeltaShape& shape, co
     lend(b, s, cpu::delta_backward_scratch(K, V));
     if (c.device == Device::cpu) cpu::delta().backward(b);
     if constexpr (gpu::kBuilt) {
-      if (c.device == Device::cuda) {
+      if (c.device == Device::cuda && parallel) {
+        cuda::DeltaParallel w = p;
+        w.a = b, w.chunk_first = listed(c.device, s, rows->chunks), w.work = s.lend(DType::f32, {work_floats}).f32();
+        w.d_memories = s.lend(DType::f32, {kept_floats}).f32();
+        gpu::check(cuda::delta_parallel_backward(w, gpu::stream()));
+      } else if (c.device == Device::cuda) {
         cuda::DeltaFloatBackward w{b, rows->first[S], rows->longest};
         w.du = s.lend(DType::f32, {N, H * V}).f32();
         w.d_kept = s.lend(DType::f32, {rows->kept[S], H, cpu::delta_memory_floats(K, V)}).f32();
