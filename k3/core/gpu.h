@@ -37,6 +37,10 @@ void unreserve(char* base, size_t committed, size_t bytes);
 
 void upload(void* device, const void* host, size_t bytes);  // host memory may be used again on return
 void download(void* host, const void* device, size_t bytes);
+// The same without waiting: `pinned` holds the bytes after the next synchronize().
+void download_later(void* pinned, const void* device, size_t bytes);
+char* allocate_pinned(size_t bytes);  // of the CPU's memory, where the GPU may write at any time
+void release_pinned(char* p);
 void copy(void* to, const void* from, size_t bytes);
 void fill(void* p, int byte, size_t bytes);
 inline void clear(void* p, size_t bytes) { fill(p, 0, bytes); }

@@ -4,6 +4,7 @@
 
 #include "k3/core/error.h"
 #include "k3/core/gpu.h"
+#include "k3/ops/linear/linear.h"
 #include "k3/ops/linear/weight_product.h"
 
 namespace k3 {
@@ -80,6 +81,22 @@ void ParamSet::allocate_grads() {
   size_t at = 0;
   for (Param& p : params_)
     if (p.role.kind != Role::Kind::fixed) p.grad = grads_.view(DType::f32, p.shape, at), at += padded(p.grad.bytes());
+}
+
+void ParamSet::keep_narrow() {
+  auto multiplied = [](const Param& p) {
+    return (p.role.kind == Role::Kind::matrix || p.role.kind == Role::Kind::scalar_row) && !p.name.ends_with("embed_tokens.weight");
+  };
+  size_t bytes = 0;
+  for (const Param& p : params_)
+    if (multiplied(p)) bytes += padded(size_t(p.shape.size()) * 2);
+  narrow_ = Buffer(std::max<size_t>(bytes, 1), device_);
+  size_t at = 0;
+  for (Param& p : params_) {
+    if (!multiplied(p)) continue;
+    p.narrow = narrow_.view(DType::bf16, p.shape, at), at += padded(p.narrow.bytes());
+    renew_narrow(p);
+  }
 }
 
 void ParamSet::zero_grads() {

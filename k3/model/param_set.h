@@ -27,13 +27,14 @@ class ParamSet {
   Device device() const { return device_; }
   void allocate_grads();  // float32, zeroed, for every parameter that learns
   void zero_grads();
+  void keep_narrow();                    // Param::narrow of every matrix that is multiplied (GPU); from then on whoever changes a value renews it
   Tensor own(DType dtype, Shape shape);  // memory that lives as long as the set
 
  private:
   std::deque<Param> params_;
   std::unordered_map<std::string, Param*> by_name_;
   std::vector<Buffer> owned_;
-  Buffer grads_;
+  Buffer grads_, narrow_;
   Device device_ = Device::cpu;
 };
 

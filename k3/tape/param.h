@@ -25,6 +25,7 @@ struct Param {
   Tensor value;      // f32 in training; in inference as ops/linear/product.h lists it (codes are u8)
   Tensor scale;      // of MXFP4 (u8) and q8 (f32); empty otherwise
   Tensor grad;       // f32, same shape; empty when not training
+  Tensor narrow;     // value in bfloat16, kept by whoever changes value, where training multiplies in bfloat16; else empty
   Role role;
   Shape shape;                  // (out, in) for a matrix, whatever the storage
   bool scales_checked = false;  // none is 255 (check_scales)

@@ -1,8 +1,16 @@
 #include "k3/tape/tape.h"
 
+#include "k3/core/gpu.h"
+
 namespace k3 {
 
-Var::Var(Context& c, Tensor value) : node_(std::make_shared<Node>(Node{value, {}, nullptr})), context_(&c) {}
+void Context::read(const Tensor& t, Readback::Take take) const {
+  if (t.device() == Device::null) return;
+  if (t.device() == Device::cuda && later) return later->ask(t, std::move(take));
+  take(HostCopy(t).tensor().data());
+}
+
+Var::Var(Context& c, Tensor value) : node_(std::make_shared<Node>(Node{value, {}, {}, nullptr})), context_(&c) {}
 
 Tensor Var::grad() const {
   if (node_->base) {
@@ -12,6 +20,19 @@ Tensor Var::grad() const {
   }
   if (node_->grad.empty()) node_->grad = context_->arena->lend_zeroed(DType::f32, node_->value.shape());
   return node_->grad;
+}
+
+Tensor Var::grad(bool& fresh) const {
+  Node& own = node_->base ? *node_->base : *node_;
+  fresh = own.grad.empty();
+  if (fresh) own.grad = context_->arena->lend(DType::f32, own.value.shape());
+  return own.grad.reshape(node_->value.shape());
+}
+
+bool Var::adopt_grad(const Var& y) const {
+  if (node_->base || y.node_->base || !node_->grad.empty() || node_ == y.node_) return false;
+  node_->grad = y.grad().reshape(value().shape());
+  return true;
 }
 
 Var Var::reshape(Shape s) const {

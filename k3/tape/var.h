@@ -5,6 +5,7 @@
 #include <string_view>
 
 #include "k3/core/arena.h"
+#include "k3/core/readback.h"
 #include "k3/core/tensor.h"
 
 namespace k3 {
@@ -29,6 +30,7 @@ struct Context {
   bool bf16_products = false;  // GPU: matrix products read bfloat16 and sum in float32; all else stays float32
   bool observe = false;        // collect what the trainer wants to know: expert load, balance histogram, largest logits
   bool recomputing = false;    // inside checkpoint()'s second forward: statistics were already counted, records already given
+  Readback* later = nullptr;   // GPU: what read() was asked for is given when this delivers; null: at once
 
   void cost(std::string_view op, const Cost& c) const {
     if (on_cost) on_cost(op, c);
@@ -39,6 +41,8 @@ struct Context {
   void record(std::string_view name, const Tensor& t) const {
     if (on_record && !recomputing) on_record(name, t);
   }
+  // Gives `take` the tensor's bytes where the CPU can read them.
+  void read(const Tensor& t, Readback::Take take) const;
 };
 
 class Var {
@@ -59,13 +63,19 @@ class Var {
 
   // The gradient, made and zeroed at first touch. Backwards add to it.
   Tensor grad() const;
+  // The same for a backward that can also write it: `fresh` when nobody has added anything yet, and then its memory holds nothing.
+  Tensor grad(bool& fresh) const;
+  // Takes over the gradient of `y`, which nobody reads or adds to any more, if this one has none yet and neither is a view.
+  bool adopt_grad(const Var& y) const;
   bool has_grad() const { return node_->base ? !node_->base->grad.empty() : !node_->grad.empty(); }
+  // The value in bfloat16, for products on a GPU: empty until somebody who reads it makes it, from memory that lives as long as the value's.
+  Tensor& narrow() const { return (node_->base ? node_->base : node_)->narrow; }
   // The same elements seen with another shape; they share the gradient.
   Var reshape(Shape s) const;
 
  private:
   struct Node {
-    Tensor value, grad;
+    Tensor value, grad, narrow;
     std::shared_ptr<Node> base;  // whose gradient this one's is a view of; null for its own
   };
   // Two owners: the code of the layer, and the closures on the tape that still need the value.

@@ -21,9 +21,15 @@ Balance::Balance(Model& model, const TrainOptions& options) : options_(options) 
 }
 
 void Balance::begin_step() {
-  for (RouterWatch* r : routers_) {
+  if (bias_.empty())
+    for (const RouterWatch* r : routers_) {
+      const HostCopy copy(r->bias->value);
+      bias_.emplace_back(copy.f32(), copy.f32() + copy.tensor().size());
+    }
+  for (size_t i = 0; i < routers_.size(); ++i) {
+    RouterWatch* r = routers_[i];
     std::fill(r->load.begin(), r->load.end(), 0);
-    if (options_.balance == "quantile") r->histogram.reset(HostCopy(r->bias->value).tensor(), options_.balance_bins);
+    if (options_.balance == "quantile") r->histogram.reset(Tensor(bias_[i].data(), DType::f32, {int64_t(bias_[i].size())}), options_.balance_bins);
     r->keep_margins = options_.balance == "quantile_exact";
     r->margins.clear();
   }
@@ -42,16 +48,18 @@ std::vector<double> Balance::load() const {
 }
 
 void Balance::update_bias() {
-  for (RouterWatch* r : routers_) {
-    const HostCopy copy(r->bias->value);
-    const std::vector<float> bias(copy.f32(), copy.f32() + copy.tensor().size());
+  for (size_t i = 0; i < routers_.size(); ++i) {
+    RouterWatch* r = routers_[i];
+    std::vector<float>& bias = bias_[i];
     std::vector<float> next;
     if (options_.balance == "quantile") next = quantile_bias(r->histogram, r->top_k);
     if (options_.balance == "quantile_exact") next = quantile_bias_exact(r->margins, int64_t(r->load.size()), r->top_k);
     if (options_.balance.starts_with("quantile"))  // both have mean 0, so has what lies between
       for (size_t j = 0; j < next.size(); ++j) next[j] += float(options_.balance_ema) * (bias[j] - next[j]);
     if (options_.balance == "sign") next = sign_bias(bias, r->load, float(options_.balance_sign_step));
-    if (!next.empty()) write(r->bias->value, next.data());
+    if (next.empty()) continue;
+    write(r->bias->value, next.data());
+    bias = std::move(next);
   }
 }
 

@@ -22,6 +22,7 @@ class Balance {
  private:
   TrainOptions options_;
   std::vector<RouterWatch*> routers_;
+  std::vector<std::vector<float>> bias_;  // of each, where the CPU reads it
   std::vector<int64_t> moe_layers_;
   std::vector<QkClip*> heads_;
 };

@@ -70,14 +70,29 @@ Optimizer::Optimizer(ParamSet& params, const TrainOptions& options, Device devic
   for (AdamW& a : adamw_) a.m = take(*a.param), a.v = take(*a.param);
 }
 
-Optimizer::Result Optimizer::step(Context& c, double learning_rate) {
-  GradientNorm g = gradient_norm(c, all_);
-  Result result{g.norm, g.bad};
-  if (!g.bad.empty() || !std::isfinite(g.norm)) {
-    if (result.bad.empty()) result.bad = "the sum of all";
-    return result;
-  }
+void Optimizer::step(Context& c, double learning_rate, Result& result) {
   const double clip = options_.gradient_clip;
+  auto finite = [&result](const GradientNorm& g) {
+    result = {g.norm, g.bad};
+    if (result.bad.empty() && !std::isfinite(g.norm)) result.bad = "the sum of all";
+    return result.bad.empty();
+  };
+  if (c.device == Device::cuda) {
+    if (!resident_) {
+      std::vector<ResidentUpdate::AdamW> adamw;
+      for (const AdamW& a : adamw_) adamw.push_back({a.param, a.m, a.v, a.decay});
+      std::vector<ResidentUpdate::Muon> muon;
+      for (const Muon& m : muon_) muon.push_back({m.param, m.momentum, m.blocks});
+      resident_ = std::make_unique<ResidentUpdate>(all_, adamw, muon);
+    }
+    const float lr = float(learning_rate), decay = float(options_.weight_decay);
+    resident_->step(c, {lr, float(options_.adam_beta1), float(options_.adam_beta2), float(options_.adam_eps), decay, updates + 1},
+                    {lr, float(options_.muon_momentum), decay, 1, options_.muon_nesterov}, clip,
+                    [this, finite](const GradientNorm& g) { updates += finite(g); });
+    return;
+  }
+  const GradientNorm g = gradient_norm(c, all_);
+  if (!finite(g)) return;
   const float scale = clip > 0 && g.norm > clip ? float(clip / g.norm) : 1.0f;
   ++updates;
   if (!muon_.empty()) {
@@ -89,7 +104,6 @@ Optimizer::Result Optimizer::step(Context& c, double learning_rate) {
     adamw_step(c, a.param->value, a.param->grad, a.m, a.v,
                {float(learning_rate), float(options_.adam_beta1), float(options_.adam_beta2), float(options_.adam_eps),
                 a.decay ? float(options_.weight_decay) : 0.0f, updates, scale});
-  return result;
 }
 
 int64_t Optimizer::muon_blocks() const {

@@ -7,12 +7,13 @@
 //   Role::fixed       none: e_score_correction_bias
 //
 // Moments are float32 and owned here. Error: a Muon that finds no matrix.
+#include <memory>
 #include <string>
 #include <vector>
 
 #include "k3/model/param_set.h"
 #include "k3/model/safetensors.h"
-#include "k3/ops/update/update.h"
+#include "k3/ops/update/resident.h"
 #include "k3/train/options.h"
 
 namespace k3 {
@@ -26,7 +27,13 @@ class Optimizer {
     double norm = 0;
     std::string bad;  // the first parameter with an infinity or NaN
   };
-  Result step(Context& c, double learning_rate);
+  // On a GPU with Context::later, `result` is complete once that has delivered; else on return.
+  void step(Context& c, double learning_rate, Result& result);
+  Result step(Context& c, double learning_rate) {
+    Result r;
+    step(c, learning_rate, r);
+    return r;
+  }
 
   std::string split() const;  // "muon 84 tensors: ...; adamw with decay ..."; names with their numbers folded
   int64_t muon_tensors() const { return int64_t(muon_.size()); }
@@ -52,6 +59,7 @@ class Optimizer {
   std::vector<AdamW> adamw_;
   std::vector<std::string> fixed_;
   Buffer memory_;
+  std::unique_ptr<ResidentUpdate> resident_;  // made by the first step on a GPU
 };
 
 }  // namespace k3

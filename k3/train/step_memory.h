@@ -18,9 +18,9 @@ inline Tensor lend_ids(Context& c, const std::vector<int32_t>& ids, int64_t n) {
 }
 
 // An arena of at least `bytes`. Pages are resident only once written, so a larger one costs nothing until a step needs it; on a GPU, where
-// kernels need scratch beyond the forecast, it is half as large again, of which only what is used is committed.
+// kernels need other scratch than the forecast's, it is far larger: of these addresses only what is used becomes memory.
 inline void make_room(std::unique_ptr<Arena>& arena, size_t bytes, Device device) {
-  if (device == Device::cuda) bytes += bytes / 2 + (size_t(256) << 20);
+  if (device == Device::cuda) bytes = 4 * bytes + (size_t(16) << 30);
   if (arena && arena->capacity() >= bytes) return;
   arena.reset();
   arena = std::make_unique<Arena>(bytes, device);

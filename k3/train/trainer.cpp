@@ -6,6 +6,7 @@
 
 #include "k3/core/error.h"
 #include "k3/core/gpu.h"
+#include "k3/ops/activation/mean.h"
 #include "k3/ops/loss/loss.h"
 #include "k3/tape/tape.h"
 #include "k3/train/schedule.h"
@@ -22,41 +23,50 @@ struct Losses {
   double next = 0, after_next = 0;  // sums
 };
 
-// Forward, losses and backward of one batch, on whatever device the context names.
-Losses run_micro_batch(Model& model, Context& c, const TokenBatch& b, float weight, const NextTokens* mtp, float mtp_weight) {
+// Adds up -log p of the counted tokens, in order (the others have 0).
+void add_up(const Context& c, const Loss& loss, double& sum) {
+  c.read(loss.per_token, [&sum, n = loss.per_token.size()](const void* p) {
+    double all = 0;
+    for (int64_t i = 0; i < n; ++i) all += double(static_cast<const float*>(p)[i]);
+    sum += all;
+  });
+}
+
+// Forward, losses and backward of one batch, on whatever device the context names; `losses` are added to, maybe later (Context::read).
+void run_micro_batch(Model& model, Context& c, const TokenBatch& b, float weight, const NextTokens* mtp, float mtp_weight, Losses& losses) {
   Tape tape;
   c.tape = &tape;
   const int64_t n = b.batch.tokens();
   Tensor ids = lend_ids(c, b.ids, n), targets = lend_ids(c, b.targets, n);
   Var features;
-  Losses losses;
   Var h = model.forward(c, ids, b.batch, nullptr, mtp ? &features : nullptr);
-  losses.next = cross_entropy(h, model.lm_head(), targets, weight).sum;
+  add_up(c, cross_entropy(h, model.lm_head(), targets, weight), losses.next);
   if (mtp) {
     Tensor next = lend_ids(c, mtp->ids, n), after_next = lend_ids(c, mtp->targets, n);
-    losses.after_next = cross_entropy(model.mtp_forward(features, next, mtp->batch), model.lm_head(), after_next, mtp_weight).sum;
+    add_up(c, cross_entropy(model.mtp_forward(features, next, mtp->batch), model.lm_head(), after_next, mtp_weight), losses.after_next);
   }
   tape.run_backward();
   c.tape = nullptr;
-  return losses;
 }
 
 // Averages what the gates of each layer do, from the records of one forward.
 class GateWatch {
  public:
+  explicit GateWatch(const Context& c) : c_(c) {}
   void operator()(std::string_view name, const Tensor& t) {
     const bool decay = name.starts_with("log_decay."), gate = name.starts_with("output_gate.");
     if (!decay && !gate) return;
     const int64_t layer = std::atoll(std::string(name.substr(name.find('.') + 1)).c_str());
-    double sum = 0;
-    const HostCopy copy(t);
-    const float* x = copy.f32();
-    for (int64_t i = 0; i < t.size(); ++i) sum += decay ? std::exp(x[i]) : 1 / (1 + std::exp(-x[i]));
-    auto it = std::find_if(gates.begin(), gates.end(), [&](const GateHealth& g) { return g.layer == layer; });
-    if (it == gates.end()) gates.push_back({layer, NAN, NAN}), it = gates.end() - 1;
-    (decay ? it->keep : it->open) = sum / double(std::max<int64_t>(1, t.size()));
+    mean(c_, decay ? Mean::exp : Mean::sigmoid, t, [this, layer, decay](double x) {
+      auto it = std::find_if(gates.begin(), gates.end(), [&](const GateHealth& g) { return g.layer == layer; });
+      if (it == gates.end()) gates.push_back({layer, NAN, NAN}), it = gates.end() - 1;
+      (decay ? it->keep : it->open) = x;
+    });
   }
   std::vector<GateHealth> gates;
+
+ private:
+  const Context& c_;
 };
 
 }  // namespace
@@ -86,6 +96,7 @@ Trainer::Trainer(Model& model, const TokenFile& file, std::vector<int64_t> docum
            model.config().vocab_size);
   model_.recompute = options.recompute;
   model_.params().allocate_grads();
+  if (model_.bf16_products && model_.params().device() == Device::cuda) model_.params().keep_narrow();
   shadow_ = std::make_unique<Shadow>(model_, options_);
   Arena arena(0, Device::null);
   Context c{.device = Device::null, .arena = &arena};
@@ -104,9 +115,17 @@ Forecast Trainer::forecast(const Batch& batch) {
   TokenBatch b;
   b.batch = batch;
   const NextTokens next(b);
-  run_micro_batch(shadow_->model, c, b, 1, model_.has_mtp() ? &next : nullptr, 1);
+  Losses none;
+  run_micro_batch(shadow_->model, c, b, 1, model_.has_mtp() ? &next : nullptr, 1, none);
   f.bytes = arena.peak();
   return f;
+}
+
+const Forecast& Trainer::known_forecast(const Batch& batch) {
+  auto at = forecasts_.find(batch.cu_seqlens);
+  if (at != forecasts_.end()) return at->second;
+  if (forecasts_.size() >= 64) forecasts_.clear();
+  return forecasts_[batch.cu_seqlens] = forecast(batch);
 }
 
 StepReport Trainer::step(bool with_gates) {
@@ -125,7 +144,7 @@ StepReport Trainer::step(bool with_gates) {
   }
   r.forecast_bytes = update_.bytes, r.flops = update_.flops;
   for (const TokenBatch& b : batches) {
-    Forecast f = forecast(b.batch);
+    const Forecast& f = known_forecast(b.batch);
     r.forecast_bytes = std::max(r.forecast_bytes, f.bytes), r.flops += f.flops;
   }
   make_room(arena_, r.forecast_bytes, model_.params().device());
@@ -133,9 +152,9 @@ StepReport Trainer::step(bool with_gates) {
 
   model_.params().zero_grads();
   balance_.begin_step();
-  GateWatch gates;
-  Context c{.device = arena_->device(), .arena = arena_.get(), .observe = true};
-  double sum = 0, mtp_sum = 0;
+  Context c{.device = arena_->device(), .arena = arena_.get(), .bf16_products = model_.bf16_products, .observe = true, .later = &later_};
+  GateWatch gates(c);
+  Losses losses;
   int64_t bytes = 0;
   const float weight = counted ? float(1 / double(counted)) : 0.0f,
               mtp_weight = mtp_counted ? float(options_.mtp_loss_weight / double(mtp_counted)) : 0.0f;
@@ -146,14 +165,15 @@ StepReport Trainer::step(bool with_gates) {
       c.on_record = std::ref(gates);
     else
       c.on_record = nullptr;
-    const Losses losses = run_micro_batch(model_, c, b, weight, model_.has_mtp() ? &next[i] : nullptr, mtp_weight);
-    sum += losses.next, mtp_sum += losses.after_next;
+    run_micro_batch(model_, c, b, weight, model_.has_mtp() ? &next[i] : nullptr, mtp_weight, losses);
     arena_->rewind(0);
     for (int32_t t : b.targets)
       if (t >= 0) bytes += int64_t(tokenizer_.token_bytes(t).size());
     if (on_micro_batch) on_micro_batch(int64_t(i) + 1, int64_t(batches.size()));
   }
-  Optimizer::Result result = optimizer_.step(c, r.learning_rate);
+  Optimizer::Result result;
+  optimizer_.step(c, r.learning_rate, result);
+  later_.deliver();  // the one wait of a step on a GPU
   r.gradient_norm = result.norm, r.bad = result.bad;
   r.load = balance_.load();
   if (r.bad.empty()) {
@@ -161,9 +181,9 @@ StepReport Trainer::step(bool with_gates) {
     balance_.update_bias();
   }
   ++steps_done_;
-  r.mtp_loss = mtp_counted ? mtp_sum / double(mtp_counted) : 0;
-  r.loss = counted ? sum / double(counted) : 0;
-  r.bits_per_byte = bytes ? sum / std::log(2.0) / double(bytes) : 0;
+  r.mtp_loss = mtp_counted ? losses.after_next / double(mtp_counted) : 0;
+  r.loss = counted ? losses.next / double(counted) : 0;
+  r.bits_per_byte = bytes ? losses.next / std::log(2.0) / double(bytes) : 0;
   r.gates = std::move(gates.gates);
   r.peak_bytes = arena_->peak();
   r.seconds = seconds_since(start);

@@ -6,6 +6,7 @@
 //   Trainer trainer(model, file, split.train, tokenizer, options);
 //   while (trainer.steps_done() < options.steps) StepReport r = trainer.step();
 #include <functional>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -63,7 +64,8 @@ class Trainer {
   std::function<void(const TokenBatch&)> on_batch;               // which tokens are seen
 
  private:
-  struct Shadow;  // the model and optimizer on the null device
+  struct Shadow;                                       // the model and optimizer on the null device
+  const Forecast& known_forecast(const Batch& batch);  // made once for batches that repeat
   Model& model_;
   const Tokenizer& tokenizer_;
   TrainOptions options_;
@@ -72,7 +74,9 @@ class Trainer {
   Balance balance_;
   std::unique_ptr<Shadow> shadow_;
   std::unique_ptr<Arena> arena_;
-  Forecast update_;  // of the optimizer
+  Forecast update_;                                     // of the optimizer
+  std::map<std::vector<int64_t>, Forecast> forecasts_;  // by where sequences begin
+  Readback later_;
   int64_t steps_done_ = 0;
 };
 

@@ -2,7 +2,6 @@
 #include <algorithm>
 #include <cmath>
 
-#include "k3/core/gpu.h"
 #include "k3/model/choices.h"
 #include "k3/ops/activation/activation.h"
 #include "k3/ops/attention/attention.h"
@@ -65,7 +64,7 @@ class Mla : public Mixer {
     Tensor largest = watch ? c.arena->lend(DType::f32, {shape_.heads}) : Tensor();
     Var o = mla_attention(q, latent, k_pe, kv_b_proj_, shape_, batch, state ? &static_cast<LatentState*>(state)->cache : nullptr,
                           watch ? &largest : nullptr);
-    if (watch && largest.has_data()) watch_logits(HostCopy(largest).f32());
+    if (watch) c.read(largest, [this](const void* p) { watch_logits(static_cast<const float*>(p)); });
     if (g_proj_) {
       Var gate = linear(x, *g_proj_);
       c.record("output_gate." + std::to_string(layer_), gate.value());

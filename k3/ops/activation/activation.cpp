@@ -36,12 +36,19 @@ Var elementwise(const char* name, Var x, Var g, double flops, Element forward, E
   }
   on_backward(y, [=, &c] {
     cpu::ElementArgs b = a;
-    b.dy = y.grad().f32(), b.dx = x.grad().f32(), b.dg = g.empty() ? nullptr : g.grad().f32();
+    b.dy = y.grad().f32();
     c.cost(name, {.flops = 2 * flops * n, .bytes = 4 * n * (3 * inputs + 1)});
-    if (c.device == Device::cpu) in_blocks(b, backward);
     if constexpr (gpu::kBuilt) {
-      if (c.device == Device::cuda) gpu::check(cuda::element_backward(on_gpu, b, gpu::stream()));
+      if (c.device == Device::cuda) {
+        bool fresh_x = false, fresh_g = false;
+        b.dx = x.grad(fresh_x).f32();
+        if (!g.empty()) b.dg = g.grad(fresh_g).f32();
+        gpu::check(cuda::element_backward(on_gpu, b, fresh_x, fresh_g, gpu::stream()));
+        return;
+      }
     }
+    b.dx = x.grad().f32(), b.dg = g.empty() ? nullptr : g.grad().f32();
+    if (c.device == Device::cpu) in_blocks(b, backward);
   });
   return y;
 }
@@ -55,7 +62,26 @@ void in_blocks(const cpu::GluArgs& all, void (*kernel)(const cpu::GluArgs&)) {
 
 }  // namespace
 
-Var add(Var a, Var b) { return elementwise("add", a, b, 1, cpu::activation().add_forward, cpu::activation().add_backward, cuda::Element::add); }
+Var add(Var a, Var b) {
+  Context& c = a.context();
+  if (c.device != Device::cuda) return elementwise("add", a, b, 1, cpu::activation().add_forward, cpu::activation().add_backward, cuda::Element::add);
+  Var y = with_tape(c, nullptr, [&] { return elementwise("add", a, b, 1, nullptr, nullptr, cuda::Element::add); });
+  on_backward(y, [=, &c] {  // the gradient itself goes on to one of the two
+    const Var &first = a.has_grad() ? b : a, &second = a.has_grad() ? a : b;
+    const Tensor dy = y.grad();
+    bool fresh = false;
+    const Tensor dx = second.grad(fresh);
+    c.cost("add", {.flops = double(a.size()), .bytes = 12.0 * double(a.size())});
+    if (fresh) copy_values(dx, dy);
+    if constexpr (gpu::kBuilt) {
+      if (!fresh) gpu::check(cuda::accumulate(dx.f32(), dy.f32(), dx.size(), gpu::stream()));
+    }
+    if (first.adopt_grad(y)) return;
+    const Tensor other = first.grad();
+    if constexpr (gpu::kBuilt) gpu::check(cuda::accumulate(other.f32(), dy.f32(), other.size(), gpu::stream()));
+  });
+  return y;
+}
 Var silu(Var x) { return elementwise("silu", x, {}, 5, cpu::activation().silu_forward, cpu::activation().silu_backward, cuda::Element::silu); }
 Var sigmoid(Var x) {
   return elementwise("sigmoid", x, {}, 4, cpu::activation().sigmoid_forward, cpu::activation().sigmoid_backward, cuda::Element::sigmoid);
@@ -81,12 +107,18 @@ Var glu(Var gate, Var up, const Activation& activation) {
   }
   on_backward(y, [=, &c] {
     cpu::GluArgs b = a;
-    b.dy = y.grad().f32(), b.dgate = gate.grad().f32(), b.dup = up.grad().f32();
+    b.dy = y.grad().f32();
     c.cost("glu", {.flops = 2 * flops * n, .bytes = 28 * n});
-    if (c.device == Device::cpu) in_blocks(b, cpu::activation().glu_backward);
     if constexpr (gpu::kBuilt) {
-      if (c.device == Device::cuda) gpu::check(cuda::glu_backward(b, gpu::stream()));
+      if (c.device == Device::cuda) {
+        bool fresh_gate, fresh_up;
+        b.dgate = gate.grad(fresh_gate).f32(), b.dup = up.grad(fresh_up).f32();
+        gpu::check(cuda::glu_backward(b, fresh_gate, fresh_up, gpu::stream()));
+        return;
+      }
     }
+    b.dgate = gate.grad().f32(), b.dup = up.grad().f32();
+    if (c.device == Device::cpu) in_blocks(b, cpu::activation().glu_backward);
   });
   return y;
 }

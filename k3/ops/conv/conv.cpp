@@ -185,7 +185,8 @@ Var conv_silu(Var x, Param& w, const Batch& batch, ConvState* state) {
   if (!c.tape) c.arena->rewind(mark);  // the backward alone needs the taps again
   on_backward(y, [=, &c, &w] {
     cpu::ConvArgs b = a;
-    b.dy = y.grad().f32(), b.dx = x.grad().f32(), b.dw = w.grad.empty() ? nullptr : w.grad.f32();
+    bool fresh = false;
+    b.dy = y.grad().f32(), b.dx = (c.device == Device::cuda ? x.grad(fresh) : x.grad()).f32(), b.dw = w.grad.empty() ? nullptr : w.grad.f32();
     c.cost("conv_silu", {.flops = 3 * flops * n, .bytes = 2 * bytes + 4 * n});
     if (c.device == Device::cpu) cpu::conv().conv_silu_backward(b);
     if constexpr (gpu::kBuilt) {
@@ -193,7 +194,8 @@ Var conv_silu(Var x, Param& w, const Batch& batch, ConvState* state) {
       Scratch scratch(*c.arena);
       int32_t* readers = scratch.lend(DType::i32, {rows, width}).i32();
       float* partial = b.dw ? scratch.lend(DType::f32, {cuda::conv_chunks(rows), channels, width}).f32() : nullptr;
-      gpu::check(cuda::conv_silu_backward(b, readers, partial, gpu::stream()));
+      float* slopes = scratch.lend(DType::f32, {rows, channels}).f32();
+      gpu::check(cuda::conv_silu_backward(b, slopes, readers, partial, fresh, gpu::stream()));
     }
   });
   return y;

@@ -1,5 +1,5 @@
-// Bound by memory; neighbours' rows come from the cache. One chain over the taps, oldest first, as on the CPU. Backward: the thread of a row
-// of x gathers from the rows that read it, newest tap first, so dx has one owner. dw: a block sums kConvChunk rows, its eight warps every eighth of them; then the blocks in order.
+// Bound by memory; neighbours' rows come from the cache. One chain over the taps, oldest first, as on the CPU. Backward: dy times SiLU's slope
+// once; the thread of a row of x gathers from the rows that read it, newest tap first, so dx has one owner. dw: a block sums kConvChunk rows, its eight warps every eighth of them; then the blocks in order.
 #include "k3/core/block.cuh"
 #include "k3/ops/conv/conv_float_cuda.h"
 
@@ -45,28 +45,35 @@ __global__ void __launch_bounds__(kThreads) readers_kernel(const ConvArgs a, int
   if (row >= 0) readers[row * a.width + i % a.width] = int32_t(i / a.width);
 }
 
-__global__ void __launch_bounds__(kThreads) dx_kernel(const ConvArgs a, const int32_t* readers) {
+__global__ void __launch_bounds__(kThreads) slopes_kernel(const ConvArgs a, float* slopes) {
+  const int64_t c = int64_t(blockIdx.y) * kThreads + threadIdx.x, n = blockIdx.x;
+  if (c >= a.channels) return;
+  const int32_t* taps = a.taps + n * a.width;
+  slopes[n * a.channels + c] = taps[a.width - 1] == cpu::kConvPadding ? 0.f : slope(convolved(a, taps, c), a.dy[n * a.channels + c]);
+}
+
+__global__ void __launch_bounds__(kThreads) dx_kernel(const ConvArgs a, const float* slopes, const int32_t* readers, bool fresh) {
   const int64_t c = int64_t(blockIdx.y) * kThreads + threadIdx.x, r = blockIdx.x;
   if (c >= a.channels) return;
-  float dx = a.dx[r * a.channels + c];
+  float dx = fresh ? 0.f : a.dx[r * a.channels + c];
   for (int64_t j = a.width - 1; j >= 0; --j) {
     const int64_t n = readers[r * a.width + j];
-    if (n < 0) continue;
-    dx = fmaf(a.w[c * a.width + j], slope(convolved(a, a.taps + n * a.width, c), a.dy[n * a.channels + c]), dx);
+    if (n >= 0) dx = fmaf(a.w[c * a.width + j], slopes[n * a.channels + c], dx);
   }
   a.dx[r * a.channels + c] = dx;
 }
 
-__global__ void __launch_bounds__(32 * kRowLanes) dw_kernel(const ConvArgs a, float* partial) {
+__global__ void __launch_bounds__(32 * kRowLanes) dw_kernel(const ConvArgs a, const float* slopes, float* partial) {
   __shared__ float part[kRowLanes][kConvMaxWidth][32];
   const int lane = threadIdx.x >> 5, column = threadIdx.x & 31;
   const int64_t c = int64_t(blockIdx.x) * 32 + column;
   float sum[kConvMaxWidth] = {};
   if (c < a.channels)
+#pragma unroll 2
     for (int64_t n = int64_t(blockIdx.y) * kConvChunk + lane, end = min(a.rows, (int64_t(blockIdx.y) + 1) * kConvChunk); n < end; n += kRowLanes) {
       const int32_t* taps = a.taps + n * a.width;
       if (taps[a.width - 1] == cpu::kConvPadding) continue;
-      const float da = slope(convolved(a, taps, c), a.dy[n * a.channels + c]);
+      const float da = slopes[n * a.channels + c];
       float x;
 #pragma unroll
       for (int j = 0; j < kConvMaxWidth; ++j)
@@ -104,15 +111,17 @@ const char* conv_silu_forward(const ConvArgs& a, void* stream) {
   return launched();
 }
 
-const char* conv_silu_backward(const ConvArgs& a, int32_t* readers, float* partial, void* stream) {
+const char* conv_silu_backward(const ConvArgs& a, float* slopes, int32_t* readers, float* partial, bool fresh, void* stream) {
   if (a.rows == 0 || a.channels == 0) return nullptr;
   const cudaStream_t s = stream_of(stream);
   cudaMemsetAsync(readers, 0xff, size_t(a.rows * a.width) * sizeof(int32_t), s);
   readers_kernel<<<blocks_for(a.rows * a.width, kThreads), kThreads, 0, s>>>(a, readers);
-  dx_kernel<<<dim3(unsigned(a.rows), blocks_for(a.channels, kThreads)), kThreads, 0, s>>>(a, readers);
+  const dim3 elements(unsigned(a.rows), blocks_for(a.channels, kThreads));
+  slopes_kernel<<<elements, kThreads, 0, s>>>(a, slopes);
+  dx_kernel<<<elements, kThreads, 0, s>>>(a, slopes, readers, fresh);
   if (a.dw) {
     const int64_t chunks = conv_chunks(a.rows), n = a.channels * a.width;
-    dw_kernel<<<dim3(blocks_for(a.channels, 32), unsigned(chunks)), 32 * kRowLanes, 0, s>>>(a, partial);
+    dw_kernel<<<dim3(blocks_for(a.channels, 32), unsigned(chunks)), 32 * kRowLanes, 0, s>>>(a, slopes, partial);
     join_kernel<<<blocks_for(n, kThreads), kThreads, 0, s>>>(partial, chunks, n, a.dw);
   }
   return launched();

@@ -47,17 +47,23 @@ Var depth_mix(const std::vector<Var>& sources, Param& norm_weight, Param& query,
     cpu::DepthMixArgs b = a;
     std::vector<const float*> v;
     std::vector<float*> dv;
-    for (const Var& x : sources) v.push_back(x.f32()), dv.push_back(x.grad().f32());
+    bool fresh[cuda::kDepthMixSources] = {};
+    for (size_t i = 0; i < sources.size(); ++i) {
+      const Var& x = sources[i];
+      const bool may = c.device == Device::cuda && i < std::size(fresh);
+      v.push_back(x.f32()), dv.push_back((may ? x.grad(fresh[i]) : x.grad()).f32());
+    }
     b.v = v.data(), b.dv = dv.data(), b.dh = h.grad().f32();
     Scratch scratch(*c.arena);
     b.u = scratch.lend(DType::f32, {d}).f32();
     b.ds = scratch.lend(DType::f32, {rows, n}).f32();
     if (!dw.empty()) b.dw = dw.f32();
     if (!dquery.empty()) b.dquery = dquery.f32();
-    if (!dw.empty() || !dquery.empty()) b.partial = scratch.lend(DType::f32, {cpu::depth_mix_row_blocks(rows), d}).f32();
+    if (!dw.empty() || !dquery.empty())
+      b.partial = scratch.lend(DType::f32, {c.device == Device::cuda ? cuda::depth_mix_parts(rows) : cpu::depth_mix_row_blocks(rows), d}).f32();
     if (c.device == Device::cpu) cpu::depth_mix().backward(b);
     if constexpr (gpu::kBuilt) {
-      if (c.device == Device::cuda) gpu::check(cuda::depth_mix_backward(b, gpu::stream()));
+      if (c.device == Device::cuda) gpu::check(cuda::depth_mix_backward(b, fresh, gpu::stream()));
     }
     c.cost("depth_mix", {.flops = 11 * size * double(n), .bytes = 4 * size * double(3 * n + 1)});
   });

@@ -14,7 +14,130 @@ struct Sources {
 };
 struct Gradients {
   float* dv[kDepthMixSources];
+  bool fresh[kDepthMixSources];  // written, not added to
 };
+
+// Rows of up to 128 Q channels, a multiple of 4: a warp has a token; what it needs twice comes from the first-level cache the second time.
+template <int Q>
+struct Row {
+  float4 x[Q];
+  __device__ __forceinline__ void load(const float* from, int quads) {
+#pragma unroll
+    for (int j = 0; j < Q; ++j) x[j] = j * 32 + int(threadIdx.x & 31) < quads ? reinterpret_cast<const float4*>(from)[j * 32 + (threadIdx.x & 31)] : make_float4(0, 0, 0, 0);
+  }
+  __device__ __forceinline__ float dot(const Row& o) const {
+    float sum = 0.f;
+#pragma unroll
+    for (int j = 0; j < Q; ++j)
+      sum = fmaf(x[j].x, o.x[j].x, sum), sum = fmaf(x[j].y, o.x[j].y, sum), sum = fmaf(x[j].z, o.x[j].z, sum), sum = fmaf(x[j].w, o.x[j].w, sum);
+#pragma unroll
+    for (int s = 16; s > 0; s >>= 1) sum += __shfl_xor_sync(~0u, sum, s);
+    return sum;
+  }
+  __device__ __forceinline__ void add(float f, const Row& o) {
+#pragma unroll
+    for (int j = 0; j < Q; ++j)
+      x[j].x = fmaf(f, o.x[j].x, x[j].x), x[j].y = fmaf(f, o.x[j].y, x[j].y), x[j].z = fmaf(f, o.x[j].z, x[j].z), x[j].w = fmaf(f, o.x[j].w, x[j].w);
+  }
+  __device__ __forceinline__ void store(float* to, int quads) const {
+#pragma unroll
+    for (int j = 0; j < Q; ++j)
+      if (j * 32 + int(threadIdx.x & 31) < quads) reinterpret_cast<float4*>(to)[j * 32 + (threadIdx.x & 31)] = x[j];
+  }
+};
+constexpr int kFew = 8;  // sources that these kernels serve
+template <int Q>
+__device__ __forceinline__ void load_u(Row<Q>& u, const DepthMixArgs& a, int quads) {  // w * query
+  Row<Q> q;
+  u.load(a.w, quads), q.load(a.query, quads);
+#pragma unroll
+  for (int j = 0; j < Q; ++j) u.x[j].x *= q.x[j].x, u.x[j].y *= q.x[j].y, u.x[j].z *= q.x[j].z, u.x[j].w *= q.x[j].w;
+}
+
+template <int Q>
+__global__ void __launch_bounds__(256) rows_forward_kernel(const DepthMixArgs a, const Sources s) {
+  const int64_t t = int64_t(blockIdx.x) * 8 + (threadIdx.x >> 5);
+  if (t >= a.rows) return;
+  const int n = int(a.n), quads = int(a.d / 4), lane = threadIdx.x & 31;
+  Row<Q> u, v;
+  load_u(u, a, quads);
+  float score[kFew], r[kFew], top = -INFINITY;
+#pragma unroll
+  for (int i = 0; i < kFew; ++i) {
+    if (i >= n) break;
+    v.load(s.v[i] + t * a.d, quads);
+    r[i] = 1.f / sqrtf(v.dot(v) / float(a.d) + a.eps), score[i] = r[i] * v.dot(u);
+    top = score[i] > top ? score[i] : top;
+  }
+  float total = 0.f;
+#pragma unroll
+  for (int i = 0; i < kFew; ++i)
+    if (i < n) total += expf(score[i] - top);
+#pragma unroll
+  for (int j = 0; j < Q; ++j) u.x[j] = make_float4(0, 0, 0, 0);
+#pragma unroll
+  for (int i = 0; i < kFew; ++i) {
+    if (i >= n) break;
+    const float weight = expf(score[i] - top) / total;
+    if (lane == 0) a.r[t * n + i] = r[i], a.s[t * n + i] = score[i], a.a[t * n + i] = weight;
+    v.load(s.v[i] + t * a.d, quads);
+    u.add(weight, v);
+  }
+  u.store(a.h + t * a.d, quads);
+}
+
+constexpr int kBackRows = 16;  // tokens of a block, and the grain of du's sum
+
+template <int Q>
+__global__ void __launch_bounds__(256) rows_backward_kernel(const DepthMixArgs a, const Sources s, const Gradients g) {
+  extern __shared__ float4 sums[];  // (8, d / 4)
+  const int n = int(a.n), quads = int(a.d / 4), lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  const int64_t first = int64_t(blockIdx.x) * kBackRows, end = min(a.rows, first + kBackRows);
+  Row<Q> du;
+#pragma unroll
+  for (int j = 0; j < Q; ++j) du.x[j] = make_float4(0, 0, 0, 0);
+  for (int64_t t = first + warp; t < end; t += 8) {
+    Row<Q> dh, v;
+    dh.load(a.dh + t * a.d, quads);
+    float dot[kFew], mean = 0.f;
+#pragma unroll
+    for (int i = 0; i < kFew; ++i) {
+      if (i >= n) break;
+      v.load(s.v[i] + t * a.d, quads);
+      dot[i] = v.dot(dh);
+      mean += a.a[t * n + i] * dot[i];
+    }
+#pragma unroll
+    for (int i = 0; i < kFew; ++i) {
+      if (i >= n) break;
+      const int64_t at = t * n + i;
+      const float weight = a.a[at], r = a.r[at], dr = weight * (dot[i] - mean) * r, back = -dr * a.s[at] * r / float(a.d);
+      v.load(s.v[i] + t * a.d, quads);
+      du.add(dr, v);
+      float* dv = g.dv[i] + t * a.d;
+#pragma unroll
+      for (int j = 0; j < Q; ++j) {
+        const int c = j * 32 + lane;
+        if (c >= quads) continue;
+        const float4 w = reinterpret_cast<const float4*>(a.w)[c], q = reinterpret_cast<const float4*>(a.query)[c];
+        float4 y = g.fresh[i] ? make_float4(0, 0, 0, 0) : reinterpret_cast<const float4*>(dv)[c];
+        y.x += fmaf(weight, dh.x[j].x, fmaf(dr, w.x * q.x, back * v.x[j].x)), y.y += fmaf(weight, dh.x[j].y, fmaf(dr, w.y * q.y, back * v.x[j].y));
+        y.z += fmaf(weight, dh.x[j].z, fmaf(dr, w.z * q.z, back * v.x[j].z)), y.w += fmaf(weight, dh.x[j].w, fmaf(dr, w.w * q.w, back * v.x[j].w));
+        reinterpret_cast<float4*>(dv)[c] = y;
+      }
+    }
+  }
+  if (!a.partial) return;
+  du.store(reinterpret_cast<float*>(sums + warp * quads), quads);
+  __syncthreads();
+  const float* all = reinterpret_cast<const float*>(sums);
+  for (int64_t i = threadIdx.x; i < a.d; i += 256) {
+    float sum = 0.f;
+    for (int w = 0; w < 8; ++w) sum += all[w * a.d + i];
+    a.partial[int64_t(blockIdx.x) * a.d + i] = sum;
+  }
+}
+bool by_rows(const DepthMixArgs& a) { return a.d % 4 == 0 && a.d <= 1024 && a.n <= kFew; }
 
 __global__ void __launch_bounds__(kThreads) forward_kernel(const DepthMixArgs a, const Sources s) {
   __shared__ float part[33], weight[kDepthMixSources];
@@ -76,7 +199,8 @@ __global__ void __launch_bounds__(128) backward_kernel(const DepthMixArgs a, con
     for (int i = 0; i < int(a.n); ++i) {
       const int64_t at = t * a.n + i;
       const float v = s.v[i][t * a.d + c], dr = a.ds[at] * a.r[at];
-      g.dv[i][t * a.d + c] += fmaf(a.a[at], dh, fmaf(dr, u, -dr * a.s[at] * a.r[at] / float(a.d) * v));
+      float* dv = g.dv[i] + t * a.d + c;
+      *dv = (g.fresh[i] ? 0.f : *dv) + fmaf(a.a[at], dh, fmaf(dr, u, -dr * a.s[at] * a.r[at] / float(a.d) * v));
       sum = fmaf(dr, v, sum);
     }
     du += sum;
@@ -108,16 +232,29 @@ const char* depth_mix_forward(const DepthMixArgs& a, void* stream) {
   if (a.rows == 0) return nullptr;
   Sources s{};
   for (int64_t i = 0; i < a.n; ++i) s.v[i] = a.v[i];
+  if (by_rows(a)) {
+    if (a.d <= 512) rows_forward_kernel<4><<<blocks_for(a.rows, 8), 256, 0, stream_of(stream)>>>(a, s);
+    else rows_forward_kernel<8><<<blocks_for(a.rows, 8), 256, 0, stream_of(stream)>>>(a, s);
+    return launched();
+  }
   forward_kernel<<<unsigned(a.rows), kThreads, 0, stream_of(stream)>>>(a, s);
   return launched();
 }
 
-const char* depth_mix_backward(const DepthMixArgs& a, void* stream) {
+const char* depth_mix_backward(const DepthMixArgs& a, const bool* fresh, void* stream) {
   if (const char* e = refuse(a)) return e;
   if (a.rows == 0) return nullptr;
   Sources s{};
   Gradients g{};
-  for (int64_t i = 0; i < a.n; ++i) s.v[i] = a.v[i], g.dv[i] = a.dv[i];
+  for (int64_t i = 0; i < a.n; ++i) s.v[i] = a.v[i], g.dv[i] = a.dv[i], g.fresh[i] = fresh && fresh[i];
+  if (by_rows(a)) {
+    const int64_t parts = (a.rows + kBackRows - 1) / kBackRows;
+    const size_t bytes = size_t(32 * a.d);
+    if (a.d <= 512) rows_backward_kernel<4><<<unsigned(parts), 256, bytes, stream_of(stream)>>>(a, s, g);
+    else rows_backward_kernel<8><<<unsigned(parts), 256, bytes, stream_of(stream)>>>(a, s, g);
+    if (a.partial) join_kernel<<<blocks_for(a.d, 32), 256, 0, stream_of(stream)>>>(a, parts);
+    return launched();
+  }
   const int64_t blocks = cpu::depth_mix_row_blocks(a.rows);
   score_kernel<<<unsigned(a.rows), kThreads, 0, stream_of(stream)>>>(a, s);
   backward_kernel<<<dim3(unsigned(blocks), blocks_for(a.d, 128)), 128, 0, stream_of(stream)>>>(a, s, g);

@@ -7,6 +7,8 @@ namespace k3::cuda {
 
 constexpr int64_t kDepthMixSources = 128;  // what fits among a kernel's parameters
 const char* depth_mix_forward(const cpu::DepthMixArgs&, void* stream);
-const char* depth_mix_backward(const cpu::DepthMixArgs&, void* stream);
+// fresh (n): which gradients of sources are written, not added to; null: none. `partial` has depth_mix_parts(rows) rows here.
+const char* depth_mix_backward(const cpu::DepthMixArgs&, const bool* fresh, void* stream);
+constexpr int64_t depth_mix_parts(int64_t rows) { return (rows + 15) / 16; }
 
 }  // namespace k3::cuda

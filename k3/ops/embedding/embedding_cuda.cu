@@ -37,8 +37,9 @@ __global__ void __launch_bounds__(kThreads) backward_kernel(const cpu::Embedding
       __syncthreads();
     }
     const int all = count;
-    for (int64_t i = threadIdx.x; i < a.d; i += kThreads) {
+    for (int64_t i = int64_t(blockIdx.y) * kThreads + threadIdx.x; i < a.d; i += int64_t(gridDim.y) * kThreads) {
       float sum = a.dtable[id * a.d + i];
+#pragma unroll 8
       for (int f = 0; f < all; ++f) sum += a.dy[(at + found[f]) * a.d + i];
       a.dtable[id * a.d + i] = sum;
     }
@@ -53,7 +54,7 @@ const char* embedding_forward(const cpu::EmbeddingArgs& a, void* stream) {
   return launched();
 }
 const char* embedding_backward(const cpu::EmbeddingArgs& a, void* stream) {
-  if (a.rows) backward_kernel<<<unsigned(a.rows), kThreads, 0, stream_of(stream)>>>(a);
+  if (a.rows) backward_kernel<<<dim3(unsigned(a.rows), blocks_for(a.d, kThreads)), kThreads, 0, stream_of(stream)>>>(a);
   return launched();
 }
 

@@ -28,14 +28,17 @@ struct Library {
   void* workspace = nullptr;
   const char* problem = nullptr;
   std::mutex mutex;
-  std::map<std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, bool, bool, bool>, Plan> plans;
+  using Key = std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, bool, bool, bool, bool, int64_t, int64_t, int64_t, int64_t>;
+  std::map<Key, Plan> plans;
   Library() {
     if (cublasLtCreate(&handle) != CUBLAS_STATUS_SUCCESS) problem = "[linear] cuBLASLt does not start";
     else if (cudaMalloc(&workspace, kWorkspace) != cudaSuccess) problem = "[linear] no room for 32 MB of cuBLASLt's workspace";
   }
-  Plan& plan(const Product& p) {
+  Plan& plan(const BlasProducts& w) {
     std::lock_guard lock(mutex);
-    auto [at, fresh] = plans.try_emplace({p.m, p.n, p.k, p.lda, p.ldb, p.ldc, p.a_transposed, p.b_transposed, p.accumulate});
+    const Product& p = w.p;
+    auto [at, fresh] = plans.try_emplace({p.m, p.n, p.k, p.lda, p.ldb, p.ldc, p.a_transposed, p.b_transposed, w.beta != 0, w.bf16_result, w.count, w.a_step,
+                                          w.b_step, w.c_step});
     Plan& q = at->second;
     if (!fresh) return q;
     const cublasOperation_t of_first = p.b_transposed ? CUBLAS_OP_T : CUBLAS_OP_N, of_second = p.a_transposed ? CUBLAS_OP_T : CUBLAS_OP_N;
@@ -44,7 +47,12 @@ struct Library {
     cublasLtMatmulDescSetAttribute(q.product, CUBLASLT_MATMUL_DESC_TRANSB, &of_second, sizeof of_second);
     cublasLtMatrixLayoutCreate(&q.first, CUDA_R_16BF, uint64_t(p.b_transposed ? p.k : p.n), uint64_t(p.b_transposed ? p.n : p.k), p.ldb);
     cublasLtMatrixLayoutCreate(&q.second, CUDA_R_16BF, uint64_t(p.a_transposed ? p.m : p.k), uint64_t(p.a_transposed ? p.k : p.m), p.lda);
-    cublasLtMatrixLayoutCreate(&q.result, CUDA_R_32F, uint64_t(p.n), uint64_t(p.m), p.ldc);
+    cublasLtMatrixLayoutCreate(&q.result, w.bf16_result ? CUDA_R_16BF : CUDA_R_32F, uint64_t(p.n), uint64_t(p.m), p.ldc);
+    const int32_t batch = int32_t(w.count);
+    for (auto [layout, step] : {std::pair{q.first, w.b_step}, {q.second, w.a_step}, {q.result, w.c_step}}) {
+      cublasLtMatrixLayoutSetAttribute(layout, CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, &batch, sizeof batch);
+      cublasLtMatrixLayoutSetAttribute(layout, CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, &step, sizeof step);
+    }
     cublasLtMatmulPreference_t wish;
     cublasLtMatmulPreferenceCreate(&wish);
     const size_t room = kWorkspace;
@@ -78,16 +86,19 @@ __global__ void __launch_bounds__(256) narrow_kernel(const float* from, __nv_bfl
 
 }  // namespace
 
-const char* blas_product(const Product& p, const void* a, const void* b, void* stream) {
-  if (p.m <= 0 || p.n <= 0) return nullptr;
+const char* blas_products(const BlasProducts& w, void* stream) {
+  if (w.p.m <= 0 || w.p.n <= 0 || w.count <= 0) return nullptr;
   static Library library;
   if (library.problem) return library.problem;
-  const Plan& q = library.plan(p);
+  const Plan& q = library.plan(w);
   if (!q.found) return "[linear] cuBLASLt has no product of this shape; leave out --bf16";
-  const float one = 1, keep = p.accumulate ? 1 : 0;
-  const auto status = cublasLtMatmul(library.handle, q.product, &one, b, q.first, a, q.second, &keep, p.c, q.result, p.c, q.result, &q.algorithm, library.workspace,
-                                     kWorkspace, stream_of(stream));
+  const auto status = cublasLtMatmul(library.handle, q.product, &w.alpha, w.b, q.first, w.a, q.second, &w.beta, w.c, q.result, w.result, q.result, &q.algorithm,
+                                     library.workspace, kWorkspace, stream_of(stream));
   return status == CUBLAS_STATUS_SUCCESS ? nullptr : cublasLtGetStatusString(status);
+}
+
+const char* blas_product(const Product& p, const void* a, const void* b, void* stream) {
+  return blas_products({p, a, b, p.c, p.c, false, 1, p.accumulate ? 1.f : 0.f}, stream);
 }
 
 const char* narrow(const float* from, void* to, int64_t n, void* stream) {

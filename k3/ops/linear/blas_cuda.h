@@ -1,5 +1,5 @@
 #pragma once
-// Products on the tensor cores through cuBLASLt: bfloat16 operands, float32 sums and result. Null, or a sentence about what cannot be served.
+// Products on the tensor cores through cuBLASLt: bfloat16 operands, float32 sums. Null, or a sentence about what cannot be served.
 #include "k3/ops/linear/product.h"
 
 namespace k3::cuda {
@@ -7,6 +7,18 @@ namespace k3::cuda {
 // The sizes, transposes and C are the Product's; its a and b are not read. Every matrix begins at 16 bytes, and so do its rows. The same
 // shapes give the same bits; other numbers of rows may not.
 const char* blas_product(const Product& p, const void* a_bf16, const void* b_bf16, void* stream);
+
+// result = alpha op(A) op(B) + beta C, `count` of them, each matrix `step` elements behind the one before; all bfloat16, or the result and C float32.
+// Sizes, transposes and leading dimensions are the Product's; its pointers and `accumulate` are not read. C may be the result.
+struct BlasProducts {
+  Product p;
+  const void *a, *b, *c;
+  void* result;
+  bool bf16_result;
+  float alpha = 1, beta = 0;
+  int64_t count = 1, a_step = 0, b_step = 0, c_step = 0;
+};
+const char* blas_products(const BlasProducts&, void* stream);
 const char* narrow(const float* from, void* to_bf16, int64_t n, void* stream);
 
 }  // namespace k3::cuda

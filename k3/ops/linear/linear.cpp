@@ -5,6 +5,7 @@
 #include "k3/core/error.h"
 #include "k3/core/gpu.h"
 #include "k3/ops/linear/blas_cuda.h"
+#include "k3/ops/linear/few_outputs_cuda.h"
 #include "k3/ops/linear/product_cuda.h"
 #include "k3/ops/linear/weight_product.h"
 #include "k3/tape/tape.h"
@@ -16,32 +17,41 @@ namespace {
 // A layer on the GPU: in float32, or with operands in bfloat16 on the tensor cores where rows begin at 16 bytes.
 class OnGpu {
  public:
-  OnGpu(Context& c, const Weight& w, bool narrow) : w_(w), scratch_(*c.arena), narrow_(narrow && w.out % 8 == 0 && w.in % 8 == 0) {
+  // kept: Param::narrow of w's rows, or null
+  OnGpu(Context& c, const Weight& w, const void* kept, bool narrow) : w_(w), kept_(kept), scratch_(*c.arena), narrow_(narrow && serves(w)) {
     K3_CHECK(w.stored == Stored::f32 || w.stored == Stored::bf16, "[linear] on the GPU weights are F32 or BF16");
   }
+  static bool serves(const Weight& w) { return w.out % 8 == 0 && w.in % 8 == 0; }
 
   // y = x W^T
-  void forward([[maybe_unused]] const float* x, [[maybe_unused]] float* y, [[maybe_unused]] int64_t m) {
-    const int64_t n = w_.out, k = w_.in;
+  void forward([[maybe_unused]] const Var& x, [[maybe_unused]] float* y) {
+    [[maybe_unused]] const int64_t m = x.rows(), n = w_.out, k = w_.in;
     if constexpr (gpu::kBuilt) {
       if (narrow_)
-        gpu::check(cuda::blas_product(x_wt(x, nullptr, y, m, n, k), narrowed(x, m * k), weight(), gpu::stream()));
+        gpu::check(cuda::blas_product(x_wt(nullptr, nullptr, y, m, n, k), narrowed(x), weight(), gpu::stream()));
       else
-        with_weight(x_wt(x, wide(), y, m, n, k));
+        with_weight(x_wt(x.f32(), wide(), y, m, n, k));
     }
   }
-  // dx += dy W,  dW += dy^T x
-  void backward([[maybe_unused]] const float* x, [[maybe_unused]] const float* dy, [[maybe_unused]] float* dx, [[maybe_unused]] float* dw,
-                [[maybe_unused]] int64_t m) {
-    const int64_t n = w_.out, k = w_.in;
+  // dx += dy W, or = when it is fresh;  dW += dy^T x
+  void backward([[maybe_unused]] const Var& x, [[maybe_unused]] const float* dy, [[maybe_unused]] float* dx, [[maybe_unused]] bool fresh,
+                [[maybe_unused]] float* dw) {
+    [[maybe_unused]] const int64_t m = x.rows(), n = w_.out, k = w_.in;
     if constexpr (gpu::kBuilt) {
       if (narrow_) {
         const void* dy_narrow = narrowed(dy, m * n);
-        gpu::check(cuda::blas_product(dy_w(dy, nullptr, dx, m, n, k), dy_narrow, weight(), gpu::stream()));
-        if (dw) gpu::check(cuda::blas_product(dyt_x(dy, x, dw, m, n, k), dy_narrow, narrowed(x, m * k), gpu::stream()));
+        gpu::check(cuda::blas_product(dy_w(nullptr, nullptr, dx, m, n, k, !fresh), dy_narrow, weight(), gpu::stream()));
+        if (dw) gpu::check(cuda::blas_product(dyt_x(dy, nullptr, dw, m, n, k), dy_narrow, narrowed(x), gpu::stream()));
       } else {
-        with_weight(dy_w(dy, wide(), dx, m, n, k));
-        if (dw) gpu::check(cuda::product(dyt_x(dy, x, dw, m, n, k), gpu::stream()));
+        if (n <= cuda::kFewOutputs && w_.stored == Stored::f32) {  // the router's
+          gpu::check(cuda::few_outputs_dx({x.f32(), dy, wide(), dx, dw, m, n, k, nullptr}, !fresh, gpu::stream()));
+          if (!dw) return;
+          float* partial = scratch_.lend(DType::f32, {cuda::few_outputs_parts(m), n, k}).f32();
+          gpu::check(cuda::few_outputs_dw({x.f32(), dy, wide(), dx, dw, m, n, k, partial}, gpu::stream()));
+          return;
+        }
+        with_weight(dy_w(dy, wide(), dx, m, n, k, !fresh));
+        if (dw) gpu::check(cuda::product(dyt_x(dy, x.f32(), dw, m, n, k), gpu::stream()));
       }
     }
   }
@@ -50,18 +60,27 @@ class OnGpu {
   void with_weight(const Product& p) {
     if constexpr (gpu::kBuilt) gpu::check(w_.stored == Stored::f32 ? cuda::product(p, gpu::stream()) : cuda::product_bf16(p, w_.data, gpu::stream()));
   }
+  const void* narrowed(const Var& x) { return x.narrow().empty() ? narrowed(x.f32(), x.size()) : x.narrow().data(); }
   const void* narrowed(const float* from, int64_t size) {
     Tensor t = scratch_.lend(DType::bf16, {size});
     if constexpr (gpu::kBuilt) gpu::check(cuda::narrow(from, t.data(), size, gpu::stream()));
     return t.data();
   }
   const float* wide() const { return w_.stored == Stored::f32 ? static_cast<const float*>(w_.data) : nullptr; }
-  const void* weight() { return w_.stored == Stored::bf16 ? w_.data : narrowed(wide(), w_.out * w_.in); }
+  const void* weight() { return w_.stored == Stored::bf16 ? w_.data : kept_ ? kept_ : narrowed(wide(), w_.out * w_.in); }
 
   Weight w_;
+  const void* kept_;
   Scratch scratch_;
   bool narrow_;
 };
+
+// In training the input's copy in bfloat16 is made once, for all layers that read it and for their backward.
+void keep_narrow(Context& c, const Var& x) {
+  if (!c.tape || c.recomputing || !x.narrow().empty()) return;
+  x.narrow() = c.arena->lend(DType::bf16, x.value().shape());
+  if constexpr (gpu::kBuilt) gpu::check(cuda::narrow(x.f32(), x.narrow().data(), x.size(), gpu::stream()));
+}
 
 constexpr int64_t kSliceBytes = 8 << 20;
 
@@ -84,6 +103,11 @@ void each_slice(const Weight& w, const Tensor& scratch, F f) {
 
 }  // namespace
 
+void renew_narrow(const Param& w) {
+  if (w.narrow.empty()) return;
+  if constexpr (gpu::kBuilt) gpu::check(cuda::narrow(w.value.f32(), w.narrow.data(), w.value.size(), gpu::stream()));
+}
+
 Var linear(Var x, Param& w) { return linear_rows(x, w, 0, w.value.rows()); }
 
 Var linear_rows(Var x, Param& w, int64_t first, int64_t last) {
@@ -94,7 +118,11 @@ Var linear_rows(Var x, Param& w, int64_t first, int64_t last) {
   const bool data = c.device == Device::cpu, narrow = weight.stored != Stored::f32;
   if (data) check_scales(w);
   Var y(c, DType::f32, {m, n});
-  if (c.device == Device::cuda) OnGpu(c, weight, c.bf16_products).forward(x.f32(), y.f32(), m);
+  const void* kept = w.narrow.empty() ? nullptr : w.narrow.row_range(first, last).data();
+  if (c.device == Device::cuda) {
+    if (c.bf16_products && OnGpu::serves(weight)) keep_narrow(c, x);
+    OnGpu(c, weight, kept, c.bf16_products).forward(x, y.f32());
+  }
   if (data) weight_products({{m, x.f32(), weight, y.f32()}});
   double flops = 2.0 * double(m) * double(n) * double(k);
   const double held = stored_bytes(w) * double(n) / double(std::max<int64_t>(1, w.value.rows())), bytes = held + 4.0 * double(m * n + m * k);
@@ -102,11 +130,12 @@ Var linear_rows(Var x, Param& w, int64_t first, int64_t last) {
   Tensor dw = w.grad.empty() ? Tensor() : w.grad.row_range(first, last);
   on_backward(y, [=, &c, narrow_products = c.bf16_products] {  // as the forward: the router's stay float32
     const float* dy = y.grad().f32();
-    float* dx = x.grad().f32();
+    bool fresh = false;
+    float* dx = c.device == Device::cuda ? x.grad(fresh).f32() : x.grad().f32();
     Scratch scratch(*c.arena);
     Tensor wide = narrow && c.device != Device::cuda ? scratch.lend(DType::f32, {rows_of_slice(weight), k}) : Tensor();
     c.cost("linear", {.flops = 2 * flops, .bytes = 2 * bytes});
-    if (c.device == Device::cuda) OnGpu(c, weight, narrow_products).backward(x.f32(), dy, dx, dw.empty() ? nullptr : dw.f32(), m);
+    if (c.device == Device::cuda) OnGpu(c, weight, kept, narrow_products).backward(x, dy, dx, fresh, dw.empty() ? nullptr : dw.f32());
     if (!data) return;
     each_slice(weight, wide, [&](int64_t a, int64_t rows, const float* values) {
       Product to_x{m, k, rows, dy + a, n, false, values, k, false, dx, k, true};

@@ -14,4 +14,7 @@ Var linear(Var x, Param& w);
 // Only rows a..b-1 of the weight: a part of a matrix that the checkpoint stores as one.
 Var linear_rows(Var x, Param& w, int64_t a, int64_t b);
 
+// Param::narrow from Param::value, if it is kept (GPU).
+void renew_narrow(const Param& w);
+
 }  // namespace k3

@@ -1,16 +1,18 @@
 #include "k3/ops/loss/loss.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <vector>
 
 #include "k3/core/error.h"
-#include "k3/core/gpu.h"
+#include "k3/core/listed.h"
 #include "k3/core/threads.h"
 #include "k3/ops/linear/blas_cuda.h"
 #include "k3/ops/linear/linear.h"
 #include "k3/ops/linear/product.h"
 #include "k3/ops/linear/product_cuda.h"
+#include "k3/ops/loss/loss_cuda.h"
 #include "k3/ops/loss/loss_float_cuda.h"
 #include "k3/ops/loss/loss_kernels.h"
 #include "k3/tape/tape.h"
@@ -46,13 +48,51 @@ std::vector<int64_t> counted_rows(const Tensor& targets, const Param& head) {
   return rows;
 }
 
+constexpr int64_t kNarrowPieceBytes = int64_t(2) << 30;
+
+// Training with products in bfloat16: logits in bfloat16 too, which become their own gradient in place; as many rows at once as fit, since each piece
+// reads and writes the head and its gradient.
+void narrow_on_gpu(const Var& x, const Param& head, const Tensor& targets, const std::vector<int64_t>& rows, float weight, Loss& loss) {
+  if constexpr (gpu::kBuilt) {
+    Context& c = x.context();
+    const int64_t d = x.cols(), vocabulary = head.value.rows(), most = std::clamp<int64_t>(kNarrowPieceBytes / (2 * vocabulary), 32, 1 << 20);
+    Tensor dx = x.grad();
+    Scratch scratch(*c.arena);
+    std::vector<int32_t> lists(rows.begin(), rows.end());  // the rows, then their targets
+    for (int64_t n : rows) lists.push_back(targets.i32()[n]);
+    const int32_t* there = listed(c.device, scratch, lists);
+    const int64_t piece = std::min(most, loss.count);
+    Tensor xs = scratch.lend(DType::bf16, {piece, d}), logits = scratch.lend(DType::bf16, {piece, vocabulary});
+    Tensor losses = scratch.lend(DType::f32, {piece}), dxs = scratch.lend(DType::f32, {piece, d}), copy;
+    const void* w = head.narrow.data();
+    if (head.narrow.empty()) {
+      copy = scratch.lend(DType::bf16, head.value.shape());
+      gpu::check(cuda::narrow(head.value.f32(), copy.data(), head.value.size(), gpu::stream()));
+      w = copy.data();
+    }
+    for (int64_t first = 0; first < loss.count; first += piece) {
+      const int64_t m = std::min(piece, loss.count - first);
+      const int32_t *row = there + first, *wanted = there + loss.count + first;
+      gpu::check(cuda::gather_rows_bf16(x.f32(), row, xs.data(), m, d, gpu::stream()));
+      gpu::check(
+          cuda::blas_products({x_wt(nullptr, nullptr, nullptr, m, vocabulary, d), xs.data(), w, logits.data(), logits.data(), true}, gpu::stream()));
+      gpu::check(cuda::cross_entropy({logits.data(), wanted, m, int(vocabulary), weight, losses.f32()}, gpu::stream()));
+      gpu::check(cuda::scatter_rows(losses.f32(), row, loss.per_token.f32(), m, 1, false, gpu::stream()));
+      gpu::check(cuda::blas_product(dy_w(nullptr, nullptr, dxs.f32(), m, vocabulary, d, false), logits.data(), w, gpu::stream()));
+      if (!head.grad.empty())
+        gpu::check(cuda::blas_product(dyt_x(nullptr, nullptr, head.grad.f32(), m, vocabulary, d), logits.data(), xs.data(), gpu::stream()));
+      gpu::check(cuda::scatter_rows(dxs.f32(), row, dx.f32(), m, d, true, gpu::stream()));
+    }
+  }
+}
+
 // What a piece of rows needs.
 struct Piece {
   int64_t rows;
   float *x, *logits, *losses, *dx;
 };
 
-// The same pieces as on the CPU. A bfloat16 head is widened inside the products. One wait, for the losses.
+// The same pieces as on the CPU. A bfloat16 head is widened inside the products.
 void on_gpu(const Var& x, const Param& head, const Tensor& targets, const std::vector<int64_t>& rows, float weight, Loss& loss, const Piece& piece) {
   if constexpr (gpu::kBuilt) {
     Context& c = x.context();
@@ -97,8 +137,6 @@ void on_gpu(const Var& x, const Param& head, const Tensor& targets, const std::v
       }
       gpu::check(cuda::scatter_rows(piece.dx, row, dx.f32(), m, d, true, gpu::stream()));
     }
-    const HostCopy losses(loss.per_token);
-    for (int64_t n : rows) loss.sum += double(losses.f32()[n]);
   }
 }
 
@@ -135,7 +173,16 @@ Loss cross_entropy(Var x, Param& head, const Tensor& targets, float weight) {
                                     4 * n * (double(d) * (gradient ? 4 : 1) + double(vocabulary) * (gradient ? 6 : 3))});
   if (!data) return loss;
   if (c.device == Device::cuda) {
-    on_gpu(x, head, targets, rows, weight, loss, {piece, xs.f32(), ls.f32(), losses.f32(), gradient ? dxs.f32() : nullptr});
+    if (gradient && c.bf16_products && wide && d % 8 == 0 && vocabulary % 8 == 0)
+      narrow_on_gpu(x, head, targets, rows, weight, loss);
+    else
+      on_gpu(x, head, targets, rows, weight, loss, {piece, xs.f32(), ls.f32(), losses.f32(), gradient ? dxs.f32() : nullptr});
+    if (c.later) {
+      loss.sum = NAN;
+    } else {
+      const HostCopy all(loss.per_token);
+      for (int64_t n : rows) loss.sum += double(all.f32()[n]);
+    }
     return loss;
   }
 

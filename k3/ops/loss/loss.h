@@ -9,7 +9,8 @@
 // token weighs in the step's loss, usually 1 / (tokens of the whole step); micro-batches simply add up.
 // Ignored rows cost nothing and may hold anything, NaN too. A row's loss has the same bits in any batch and piece, and equals
 // log_probabilities() of sample.h.
-// Scratch: a few megabytes, at least 32 rows of logits (21 MB for 163,840 tokens), whatever N is.
+// Scratch: a few megabytes, at least 32 rows of logits (21 MB for 163,840 tokens), whatever N is; on a GPU that multiplies in bfloat16 up to 2 GB of
+// logits, in bfloat16.
 // Errors: x and head of different widths, a target outside the vocabulary (with its position).
 #include <cstdint>
 
@@ -22,7 +23,7 @@ inline constexpr int32_t kIgnored = -100;
 
 struct Loss {
   Tensor per_token;   // f32 (N): -log p of the target, 0 where ignored
-  double sum = 0;     // over the counted tokens, in row order
+  double sum = 0;     // over the counted tokens, in row order; NaN while Context::later holds the losses back (read per_token)
   int64_t count = 0;  // counted tokens
 };
 

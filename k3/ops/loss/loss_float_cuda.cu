@@ -1,6 +1,7 @@
 // A block a row, three reads: maximum, sum of exponentials, gradient. Every thread sums its columns in order, then lanes in a tree and warps
 // in order: 163,840 columns are 160 terms a thread. -log p is (max - l) + log(sum e^{l - max}): exact zeros and small losses keep their digits.
 #include "k3/core/block.cuh"
+#include "k3/core/tile.cuh"
 #include "k3/ops/loss/loss_float_cuda.h"
 
 namespace k3::cuda {
@@ -41,6 +42,13 @@ __global__ void __launch_bounds__(kThreads) log_softmax_kernel(const cpu::LogSof
 __global__ void __launch_bounds__(256) gather_kernel(const float* from, const int32_t* row, float* to, int64_t d) {
   for (int64_t i = threadIdx.x; i < d; i += 256) to[blockIdx.x * d + i] = from[row[blockIdx.x] * d + i];
 }
+__global__ void __launch_bounds__(256) gather_bf16_kernel(const float* from, const int32_t* row, nv_bf16* to, int64_t d) {
+  for (int64_t i = threadIdx.x * 8; i < d; i += 2048) {
+    float x[8];
+    load8(from + row[blockIdx.x] * d + i, x);
+    store8(to + blockIdx.x * d + i, x);
+  }
+}
 __global__ void __launch_bounds__(256) scatter_kernel(const float* from, const int32_t* row, float* to, int64_t d, bool add) {
   for (int64_t i = threadIdx.x; i < d; i += 256) {
     float* at = to + row[blockIdx.x] * d + i;
@@ -60,6 +68,10 @@ const char* log_softmax(const cpu::LogSoftmaxArgs& a, void* stream) {
 }
 const char* gather_rows(const float* from, const int32_t* row, float* to, int64_t n, int64_t d, void* stream) {
   if (n) gather_kernel<<<unsigned(n), 256, 0, stream_of(stream)>>>(from, row, to, d);
+  return launched();
+}
+const char* gather_rows_bf16(const float* from, const int32_t* row, void* to, int64_t n, int64_t d, void* stream) {
+  if (n) gather_bf16_kernel<<<unsigned(n), 256, 0, stream_of(stream)>>>(from, row, static_cast<nv_bf16*>(to), d);
   return launched();
 }
 const char* scatter_rows(const float* from, const int32_t* row, float* to, int64_t n, int64_t d, bool add, void* stream) {

@@ -265,6 +265,22 @@ TEST(loss, what_does_not_fit_is_refused) {
               testing::throws_error("[cross_entropy] x has 3 columns but lm_head.weight (5 x 4) takes 4"));
 }
 
+// Operands and logits rounded to bfloat16: 2^-9 of a logit, twice in its gradient.
+TEST(loss, cuda_in_bfloat16_is_near_cpu) {
+  for (auto [n, d, vocabulary] : {std::array<int64_t, 3>{1, 8, 16}, {70, 64, 504}, {300, 128, 2048}}) {
+    SCOPED_TRACE(fmt::format("{} x {} x {}", n, d, vocabulary));
+    std::vector<int32_t> targets = some_targets(n, vocabulary);
+    Values x(n * d, 1), head(vocabulary * d, 2, 1 / std::sqrt(double(d)));
+    testing::expect_cuda_equals_cpu(5 * 4 / 512.0, [&, n = n, d = d, vocabulary = vocabulary](testing::Step& step) {
+      step.context.bf16_products = true;
+      Param& p = step.keep(step.param("lm_head.weight", head, {vocabulary, d}));
+      Var vx = step.input(x, {n, d});
+      Loss loss = cross_entropy(vx, p, tensor_of(targets), 0.25f);
+      return std::vector<Tensor>{loss.per_token, vx.grad(), p.grad};
+    });
+  }
+}
+
 TEST(loss, cuda_equals_cpu) {
   for (auto [n, d, vocabulary] : kSizes) {
     std::vector<int32_t> targets = some_targets(n, vocabulary);

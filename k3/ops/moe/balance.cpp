@@ -26,7 +26,8 @@ std::vector<float> centred(const std::vector<double>& b) {
 // Only the counts come to the host, not the scores.
 void observe_on_gpu(MarginHistogram& h, const Routing& r, const Batch& batch, float width) {
   if constexpr (gpu::kBuilt) {
-    Scratch scratch(*r.weights.context().arena);
+    const Context& c = r.weights.context();
+    Scratch scratch(*c.arena);
     Tensor counts = scratch.lend_zeroed(DType::i32, {h.experts, h.bins}), padding;
     if (!batch.padding.empty()) {
       padding = scratch.lend(DType::u8, {int64_t(batch.padding.size())});
@@ -35,8 +36,11 @@ void observe_on_gpu(MarginHistogram& h, const Routing& r, const Batch& batch, fl
     gpu::check(cuda::observe_margins({r.scores.f32(), r.cutoff.f32(), padding.empty() ? nullptr : padding.as<uint8_t>(), r.scores.rows(), h.experts,
                                       h.bins, h.lo, width, counts.i32()},
                                      gpu::stream()));
-    const HostCopy made(counts);
-    for (size_t i = 0; i < h.counts.size(); ++i) h.counts[i] += made.i32()[i];
+    c.read(counts, [&h](const void* p) {
+      const int32_t* made = static_cast<const int32_t*>(p);
+      for (size_t i = 0; i < h.counts.size(); ++i) h.counts[i] += made[i];
+      for (int64_t b = 0; b < h.bins; ++b) h.tokens += made[b];  // a token that counts is in one bin of every expert
+    });
   }
 }
 
@@ -61,6 +65,19 @@ void MarginHistogram::add(const MarginHistogram& o) {
 
 void count_load(const Routing& r, const Batch& batch, int64_t* load) {
   if (r.experts.device() == Device::null) return;
+  if constexpr (gpu::kBuilt) {
+    if (r.experts.device() == Device::cuda) {  // padding rows chose none
+      const Context& c = r.weights.context();
+      const int64_t e = r.scores.cols();
+      Scratch scratch(*c.arena);
+      Tensor counts = scratch.lend_zeroed(DType::i32, {e});
+      gpu::check(cuda::count_choices(r.experts.i32(), r.experts.size(), e, counts.i32(), gpu::stream()));
+      c.read(counts, [load, e](const void* p) {
+        for (int64_t j = 0; j < e; ++j) load[j] += static_cast<const int32_t*>(p)[j];
+      });
+      return;
+    }
+  }
   const HostCopy experts(r.experts);
   int64_t k = r.experts.cols();
   for (int64_t i = 0; i < r.experts.rows(); ++i)
@@ -72,14 +89,10 @@ void observe(MarginHistogram& h, const Routing& r, const Batch& batch) {
   int64_t e = r.scores.cols(), n = r.scores.rows();
   K3_CHECK(h.experts == e, "[balance] the histogram has {} experts but {} were scored", h.experts, e);
   if (r.scores.device() == Device::null) return;
-  const HostCopy cutoff(r.cutoff);
-  auto counted = [&](int64_t i) { return !is_padding(batch, i) && std::isfinite(cutoff.f32()[i]); };
-  for (int64_t i = 0; i < n; ++i) h.tokens += counted(i);
   const float width = (h.hi - h.lo) / float(h.bins);
-  if (r.scores.device() == Device::cuda) {
-    observe_on_gpu(h, r, batch, width);
-    return;
-  }
+  if (r.scores.device() == Device::cuda) return observe_on_gpu(h, r, batch, width);
+  auto counted = [&](int64_t i) { return !is_padding(batch, i) && std::isfinite(r.cutoff.f32()[i]); };
+  for (int64_t i = 0; i < n; ++i) h.tokens += counted(i);
   parallel_blocks(e, 16, [&](int64_t first, int64_t last) {  // each call owns sixteen experts' counters and walks all tokens
     for (int64_t i = 0; i < n; ++i) {
       if (!counted(i)) continue;

@@ -29,7 +29,7 @@ struct MarginHistogram {
   void add(const MarginHistogram& other);  // another rank's; same range
 };
 
-// load[j] += rows that chose expert j
+// load[j] += rows that chose expert j; on a GPU, as of observe(), when Context::read gives the counts
 void count_load(const Routing& routing, const Batch& batch, int64_t* load);
 
 // Counts bin floor((r_ij - lo) / w) for every real token and every expert. Nothing when the cutoff is -infinity (k = E).

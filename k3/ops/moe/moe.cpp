@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <memory>
 #include <utility>
 
 #include "k3/core/error.h"
@@ -11,6 +12,7 @@
 #include "k3/ops/activation/elementwise_cuda.h"
 #include "k3/ops/linear/linear.h"
 #include "k3/ops/linear/weight_product.h"
+#include "k3/ops/moe/experts_narrow_cuda.h"
 #include "k3/ops/moe/moe_float_cuda.h"
 #include "k3/ops/moe/moe_kernels.h"
 #include "k3/tape/tape.h"
@@ -194,6 +196,81 @@ struct ProductsOnGpu {
   }
 };
 
+// Training on the GPU with Param::narrow kept: operands of all products are bfloat16 in memory.
+class NarrowExperts {
+ public:
+  static bool serve(const Context& c, const ExpertWeights& w, int64_t l, int64_t m) {
+    if (c.device != Device::cuda || !c.tape || !c.bf16_products || l % 8 || m % 8) return false;
+    for (const std::vector<Param*>* kind : {&w.gate, &w.up, &w.down})
+      for (const Param* p : *kind)
+        if (p->narrow.empty() || p->grad.empty()) return false;
+    return true;
+  }
+  NarrowExperts(Context& c, const ExpertWeights& w, const Dispatch& d, int64_t experts, int64_t slots, int64_t l, int64_t m)
+      : d_(d), e_(experts), slots_(slots), l_(l), m_(m) {
+    std::vector<void*> at;
+    for (const std::vector<Param*>* kind : {&w.gate, &w.up, &w.down})
+      for (const Param* p : *kind) at.push_back(p->narrow.data());
+    for (const std::vector<Param*>* kind : {&w.gate, &w.up, &w.down})
+      for (const Param* p : *kind) at.push_back(p->grad.data());
+    weights_ = listed(c.device, *c.arena, at);
+    tiles_ = c.arena->lend(DType::i32, {e_ + 1});
+    rows_ = c.arena->lend(DType::bf16, {d.pairs, l});
+  }
+  // rows (pairs, l): each pair's result;  a, b (pairs, m): W1 z and W3 z
+  void forward([[maybe_unused]] Context& c, [[maybe_unused]] const Var& z, [[maybe_unused]] const Activation& f, [[maybe_unused]] const Tensor& a,
+               [[maybe_unused]] const Tensor& b, [[maybe_unused]] const Tensor& rows) const {
+    if constexpr (gpu::kBuilt) {
+      Scratch scratch(*c.arena);
+      Tensor h = scratch.lend(DType::bf16, {d_.pairs, m_});
+      gpu::check(cuda::expert_tiles(groups(), tiles_.i32(), gpu::stream()));
+      gather(z.f32(), z.narrow().empty() ? nullptr : z.narrow().data(), rows_);
+      const cuda::ExpertProduct both[2] = {{rows_.data(), nullptr, kind(0), a.f32()}, {rows_.data(), nullptr, kind(1), b.f32()}};
+      gpu::check(cuda::expert_forward(groups(), both, 2, m_, l_, gpu::stream()));
+      gpu::check(cuda::glu_narrow({f, d_.pair_of_row.i32(), count(), d_.pairs, m_, a.f32(), b.f32(), h.data()}, gpu::stream()));
+      const cuda::ExpertProduct down{h.data(), nullptr, kind(2), rows.f32()};
+      gpu::check(cuda::expert_forward(groups(), &down, 1, l_, m_, gpu::stream()));
+    }
+  }
+  // dzs (pairs, l)
+  void backward([[maybe_unused]] Context& c, [[maybe_unused]] const Tensor& du, [[maybe_unused]] const Activation& f,
+                [[maybe_unused]] const Tensor& a, [[maybe_unused]] const Tensor& b, [[maybe_unused]] const Var& p,
+                [[maybe_unused]] const Tensor& dzs) const {
+    if constexpr (gpu::kBuilt) {
+      Scratch scratch(*c.arena);
+      Tensor dus = scratch.lend(DType::bf16, {d_.pairs, l_}), e = scratch.lend(DType::f32, {d_.pairs, m_});
+      Tensor h = scratch.lend(DType::bf16, {d_.pairs, m_}), da = scratch.lend(DType::bf16, {d_.pairs, m_}),
+             db = scratch.lend(DType::bf16, {d_.pairs, m_});
+      gather(du.f32(), nullptr, dus);
+      const cuda::ExpertProduct down{dus.data(), nullptr, kind(2), e.f32()};
+      gpu::check(cuda::expert_input(groups(), &down, 1, l_, m_, gpu::stream()));
+      gpu::check(cuda::glu_narrow_backward(
+          {f, d_.pair_of_row.i32(), count(), d_.pairs, m_, a.f32(), b.f32(), h.data(), e.f32(), p.f32(), p.grad().f32(), da.data(), db.data()},
+          gpu::stream()));
+      const cuda::ExpertProduct all[3] = {
+          {da.data(), rows_.data(), kind(3), nullptr}, {db.data(), rows_.data(), kind(4), nullptr}, {dus.data(), h.data(), kind(5), nullptr}};
+      const cuda::ExpertSizes sizes[3] = {{m_, l_}, {m_, l_}, {l_, m_}};
+      gpu::check(cuda::expert_weight_gradients(groups(), all, sizes, 3, gpu::stream()));
+      const cuda::ExpertProduct both[2] = {{da.data(), nullptr, kind(0), dzs.f32()}, {db.data(), nullptr, kind(1), nullptr}};
+      gpu::check(cuda::expert_input(groups(), both, 2, m_, l_, gpu::stream()));
+    }
+  }
+
+ private:
+  cuda::ExpertsNarrow groups() const { return {d_.offsets.as<int64_t>(), tiles_.i32(), e_, d_.pairs}; }
+  const int64_t* count() const { return d_.offsets.as<int64_t>() + e_; }
+  const void* const* kind(int64_t i) const { return weights_ + i * e_; }  // gate, up, down; then their gradients
+  void gather([[maybe_unused]] const float* from, [[maybe_unused]] const void* from_bf16, [[maybe_unused]] const Tensor& to) const {
+    if constexpr (gpu::kBuilt)
+      gpu::check(cuda::gather_narrow({d_.pair_of_row.i32(), count(), d_.pairs, slots_, l_, from, from_bf16, to.data()}, gpu::stream()));
+  }
+
+  Dispatch d_;
+  int64_t e_, slots_, l_, m_;
+  void* const* weights_;
+  Tensor tiles_, rows_;  // rows_: z of each pair, bfloat16
+};
+
 }  // namespace
 
 Var experts(Var z, const Routing& routing, const ExpertWeights& w, const Activation& activation) {
@@ -210,6 +287,8 @@ Var experts(Var z, const Routing& routing, const ExpertWeights& w, const Activat
   if (c.tape) a = c.arena->lend(DType::f32, {n * k, m}), b = c.arena->lend(DType::f32, {n * k, m});
   Dispatch d;
   if (c.tape) d = dispatch_of(*c.arena, routing.experts, e);
+  std::shared_ptr<const NarrowExperts> narrow;
+  if (NarrowExperts::serve(c, w, l, m)) narrow = std::make_shared<const NarrowExperts>(c, w, d, e, k, l, m);
 
   double weight_bytes = 0;
   for (int64_t j = 0; j < std::min(e, n * k); ++j)
@@ -264,11 +343,15 @@ Var experts(Var z, const Routing& routing, const ExpertWeights& w, const Activat
       if (c.device == Device::cuda) {
         const ProductsOnGpu products{d, e, c, scratch};
         cpu::DispatchArgs move{d.pair_of_row.i32(), d.row_of_pair.i32(), n, k, d.pairs, l, z.f32(), nullptr, rows.f32()};
-        gpu::check(cuda::gather(move, d.offsets.as<int64_t>() + e, gpu::stream()));
-        products.forward(w.gate, rows, a);
-        products.forward(w.up, rows, b);
-        gpu::check(cuda::glu_forward({activation, n * k * m, a.f32(), b.f32(), h.f32(), nullptr, nullptr, nullptr}, gpu::stream()));
-        products.forward(w.down, h, rows);
+        if (narrow) {
+          narrow->forward(c, z, activation, a, b, rows);
+        } else {
+          gpu::check(cuda::gather(move, d.offsets.as<int64_t>() + e, gpu::stream()));
+          products.forward(w.gate, rows, a);
+          products.forward(w.up, rows, b);
+          gpu::check(cuda::glu_forward({activation, n * k * m, a.f32(), b.f32(), h.f32(), nullptr, nullptr, nullptr}, gpu::stream()));
+          products.forward(w.down, h, rows);
+        }
         move.from = rows.f32(), move.weights = routing.weights.f32(), move.to = u.f32();
         gpu::check(cuda::combine(move, false, gpu::stream()));
       }
@@ -286,6 +369,15 @@ Var experts(Var z, const Routing& routing, const ExpertWeights& w, const Activat
   on_backward(u, [=, &c, p = routing.weights] {
     Tensor du = u.grad(), dz = z.grad(), dp = p.grad();
     Scratch scratch(*c.arena);
+    if constexpr (gpu::kBuilt) {
+      if (narrow) {
+        c.cost("experts", {.flops = 2 * flops, .bytes = 3 * weight_bytes + 2 * moved});
+        Tensor dzs = scratch.lend(DType::f32, {n * k, l});
+        narrow->backward(c, du, activation, a, b, p, dzs);
+        gpu::check(cuda::combine({d.pair_of_row.i32(), d.row_of_pair.i32(), n, k, d.pairs, l, dzs.f32(), nullptr, dz.f32()}, true, gpu::stream()));
+        return;
+      }
+    }
     Tensor zs = scratch.lend(DType::f32, {n * k, l}), dus = scratch.lend(DType::f32, {n * k, l}), dzs = scratch.lend(DType::f32, {n * k, l});
     Tensor h = scratch.lend(DType::f32, {n * k, m}), dh = scratch.lend(DType::f32, {n * k, m});
     Tensor da = scratch.lend(DType::f32, {n * k, m}), db = scratch.lend(DType::f32, {n * k, m});

@@ -4,6 +4,7 @@
 #include <numeric>
 
 #include "k3/ops/activation/activation.h"
+#include "k3/ops/linear/linear.h"
 #include "k3/ops/moe/balance.h"
 #include "k3/ops/testing.h"
 
@@ -94,6 +95,7 @@ TEST(moe, cuda_ties_nans_and_forced_choices_are_those_of_the_cpu) {
 struct Moe {
   int64_t rows, slots, l, m, count;
   bool narrow;
+  bool kept = false;  // with Param::narrow
   std::vector<int32_t> chosen;
   Moe(int64_t rows, int64_t slots, int64_t l, int64_t m, int64_t count, bool narrow = false)
       : rows(rows), slots(slots), l(l), m(m), count(count), narrow(narrow) {
@@ -117,6 +119,7 @@ struct Moe {
         p.value = step.arena().lend(DType::bf16, s);
         write(p.value, half.data());
       }
+      if (kept && step.context.device == Device::cuda) p.narrow = step.arena().lend(DType::bf16, s), renew_narrow(p);
       return &p;
     };
     for (int64_t e = 0; e < count; ++e)
@@ -161,6 +164,24 @@ TEST(moe, cuda_experts_in_bfloat16_are_near_float32) {
       s.context.bf16_products = true;
       return moe.run(s);
     });
+  }
+}
+
+// The same with the weights' copies kept, so that operands lie in memory as bfloat16; padding rows, experts without rows, more rows than a tile.
+TEST(moe, cuda_experts_with_kept_bfloat16_are_near_float32) {
+  for (auto [rows, slots, l, m, count] :
+       {std::array<int64_t, 5>{1, 1, 8, 8, 1}, {150, 3, 24, 56, 7}, {700, 2, 96, 72, 3}, {400, 2, 160, 200, 30}, {90, 4, 512, 136, 5}}) {
+    SCOPED_TRACE(fmt::format("{} rows", rows));
+    Moe moe(rows, slots, l, m, count);
+    moe.kept = true;
+    auto run = [&](Step& s) {
+      s.context.bf16_products = true;
+      return moe.run(s);
+    };
+    testing::expect_cuda_equals_cpu(5 * 6 / 512.0, run);
+    for (int64_t i = 0; i < rows; i += 5)
+      for (int64_t k = 0; k < slots; ++k) moe.chosen[size_t(i * slots + k)] = -1;
+    if (rows > 1) testing::expect_cuda_equals_cpu(5 * 6 / 512.0, run);
   }
 }
 

@@ -252,6 +252,14 @@ __global__ void __launch_bounds__(256) observe_kernel(const ObserveArgs a) {
   atomicAdd(a.counts + j * a.bins + bin, 1);
 }
 
+__global__ void __launch_bounds__(1024) count_kernel(const int32_t* chosen, int64_t n, int32_t* counts) {  // whole numbers: any order
+  for (int64_t i = int64_t(blockIdx.x) * 1024 + threadIdx.x; i < n; i += int64_t(gridDim.x) * 1024) {
+    const int32_t e = chosen[i];
+    const unsigned same = __match_any_sync(__activemask(), e);
+    if (e >= 0 && (threadIdx.x & 31) == unsigned(__ffs(int(same)) - 1)) atomicAdd(counts + e, __popc(same));
+  }
+}
+
 }  // namespace
 
 const char* route_forward(const RouteArgs& a, void* stream) {
@@ -311,6 +319,12 @@ const char* grouped_products(const GroupedArgs& a, void* stream) {
   list_kernel<<<1, 32, 0, cudaStream_t(stream)>>>(a);
   if (const char* e = result()) return e;
   return products({a.list, a.tile_begins, int(a.experts), most, a.narrow, a.narrow, false}, stream);
+}
+
+const char* count_choices(const int32_t* chosen, int64_t n, int64_t, int32_t* counts, void* stream) {
+  const int64_t blocks = (n + 1023) / 1024;
+  if (blocks) count_kernel<<<unsigned(blocks < 64 ? blocks : 64), 1024, 0, cudaStream_t(stream)>>>(chosen, n, counts);
+  return result();
 }
 
 const char* observe_margins(const ObserveArgs& a, void* stream) {

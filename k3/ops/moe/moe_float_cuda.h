@@ -57,6 +57,7 @@ struct ObserveArgs {
   float lo, width;
   int32_t* counts;  // (experts, bins), zero at first
 };
+const char* count_choices(const int32_t* chosen, int64_t n, int64_t experts, int32_t* counts, void* stream);  // added to; -1 is none
 const char* observe_margins(const ObserveArgs&, void* stream);
 
 }  // namespace k3::cuda

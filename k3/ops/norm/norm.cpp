@@ -29,13 +29,16 @@ Var norm(const char* name, Var x, Var gate, Param* w, int64_t d, float eps, void
   c.cost(name, {.flops = (gate.empty() ? 4 : 8) * size, .bytes = 4 * size * (inputs + 1)});
   on_backward(y, [=, &c] {
     cpu::NormArgs b = a;
-    b.dy = y.grad().f32(), b.dx = x.grad().f32();
-    if (!gate.empty()) b.dgate = gate.grad().f32();
+    const bool there = c.device == Device::cuda;
+    bool fresh_x = false, fresh_gate = false;
+    b.dy = y.grad().f32(), b.dx = (there ? x.grad(fresh_x) : x.grad()).f32();
+    if (!gate.empty()) b.dgate = (there ? gate.grad(fresh_gate) : gate.grad()).f32();
     Scratch scratch(*c.arena);
-    if (w && !w->grad.empty()) b.dw = w->grad.f32(), b.partial = scratch.lend(DType::f32, {cpu::norm_row_blocks(rows), d}).f32();
+    if (w && !w->grad.empty())
+      b.dw = w->grad.f32(), b.partial = scratch.lend(DType::f32, {there ? cuda::norm_parts(rows) : cpu::norm_row_blocks(rows), d}).f32();
     if (c.device == Device::cpu) backward(b);
     if constexpr (gpu::kBuilt) {
-      if (c.device == Device::cuda) gpu::check(cuda::norm_backward(on_gpu, b, gpu::stream()));
+      if (c.device == Device::cuda) gpu::check(cuda::norm_backward(on_gpu, b, fresh_x, fresh_gate, gpu::stream()));
     }
     c.cost(name, {.flops = (gate.empty() ? 10 : 18) * size, .bytes = 4 * size * (2 * inputs + 2)});
   });

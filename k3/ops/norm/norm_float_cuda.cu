@@ -20,6 +20,8 @@ __device__ __forceinline__ float row_sum(float x, float* part) {
   }
 }
 
+__device__ __forceinline__ void put(float* to, float x, bool fresh) { *to = fresh ? x : *to + x; }
+
 // 256 threads; a row has kThreads of them
 template <Norm kind, int kThreads>
 __global__ void __launch_bounds__(256) forward_kernel(const cpu::NormArgs a) {
@@ -42,7 +44,7 @@ __global__ void __launch_bounds__(256) forward_kernel(const cpu::NormArgs a) {
 }
 
 template <Norm kind, int kThreads>
-__global__ void __launch_bounds__(256) backward_kernel(const cpu::NormArgs a) {
+__global__ void __launch_bounds__(256) backward_kernel(const cpu::NormArgs a, bool fresh_x, bool fresh_gate) {
   __shared__ float part[33];
   const int t = threadIdx.x % kThreads;
   const int64_t n = int64_t(blockIdx.x) * (256 / kThreads) + threadIdx.x / kThreads;
@@ -62,9 +64,64 @@ __global__ void __launch_bounds__(256) backward_kernel(const cpu::NormArgs a) {
     if (kind == Norm::gated) {
       const float s = exact_sigmoid(a.gate[row + i]);
       dn *= s;
-      if (a.dgate) a.dgate[row + i] += dn * xhat * gain * (1.f - s);
+      if (a.dgate) put(a.dgate + row + i, dn * xhat * gain * (1.f - s), fresh_gate);
     }
-    if (a.dx) a.dx[row + i] += r * (gain * dn - xhat * mean);
+    if (a.dx) put(a.dx + row + i, r * (gain * dn - xhat * mean), fresh_x);
+  }
+}
+
+// RMS rows of up to 128 Q channels, a multiple of 4: a warp has a row, all of it in registers, and the columns' sums for dw of the rows that it walks.
+// A block walks kNormPart rows; its warps' sums are added in order.
+template <int Q>
+__global__ void __launch_bounds__(256) rows_backward_kernel(const cpu::NormArgs a, bool fresh) {
+  extern __shared__ float4 sums[];  // (8, d / 4)
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, quads = int(a.d / 4);
+  const int64_t first = int64_t(blockIdx.x) * kNormPart, end = min(a.rows, first + kNormPart);
+  float4 gain[Q], dw[Q] = {};
+#pragma unroll
+  for (int j = 0; j < Q; ++j) gain[j] = j * 32 + lane < quads ? reinterpret_cast<const float4*>(a.w)[j * 32 + lane] : make_float4(0, 0, 0, 0);
+  for (int64_t n = first + warp; n < end; n += 8) {
+    const float4 *x = reinterpret_cast<const float4*>(a.x + n * a.d), *dy = reinterpret_cast<const float4*>(a.dy + n * a.d);
+    float4* dx = reinterpret_cast<float4*>(a.dx + n * a.d);
+    float4 h[Q], g[Q];
+#pragma unroll
+    for (int j = 0; j < Q; ++j) {
+      const int i = j * 32 + lane;
+      h[j] = i < quads ? x[i] : make_float4(0, 0, 0, 0), g[j] = i < quads ? dy[i] : make_float4(0, 0, 0, 0);
+    }
+    const float r = a.r[n];
+    float sum = 0.f;
+#pragma unroll
+    for (int j = 0; j < Q; ++j) {
+      h[j].x *= r, h[j].y *= r, h[j].z *= r, h[j].w *= r;
+      dw[j].x = fmaf(g[j].x, h[j].x, dw[j].x), dw[j].y = fmaf(g[j].y, h[j].y, dw[j].y), dw[j].z = fmaf(g[j].z, h[j].z, dw[j].z),
+      dw[j].w = fmaf(g[j].w, h[j].w, dw[j].w);
+      g[j].x *= gain[j].x, g[j].y *= gain[j].y, g[j].z *= gain[j].z, g[j].w *= gain[j].w;
+      sum = fmaf(g[j].x, h[j].x, sum), sum = fmaf(g[j].y, h[j].y, sum), sum = fmaf(g[j].z, h[j].z, sum), sum = fmaf(g[j].w, h[j].w, sum);
+    }
+    const float mean = row_sum<32>(sum, nullptr) / float(a.d);
+#pragma unroll
+    for (int j = 0; j < Q; ++j) {
+      const int i = j * 32 + lane;
+      if (i >= quads) continue;
+      float4 y = make_float4(r * (g[j].x - h[j].x * mean), r * (g[j].y - h[j].y * mean), r * (g[j].z - h[j].z * mean), r * (g[j].w - h[j].w * mean));
+      if (!fresh) {
+        const float4 old = dx[i];
+        y.x += old.x, y.y += old.y, y.z += old.z, y.w += old.w;
+      }
+      dx[i] = y;
+    }
+  }
+  if (!a.dw) return;
+#pragma unroll
+  for (int j = 0; j < Q; ++j)
+    if (j * 32 + lane < quads) sums[warp * quads + j * 32 + lane] = dw[j];
+  __syncthreads();
+  const float* all = reinterpret_cast<const float*>(sums);
+  for (int64_t i = threadIdx.x; i < a.d; i += 256) {
+    float sum = 0.f;
+    for (int w = 0; w < 8; ++w) sum += all[w * a.d + i];
+    a.partial[int64_t(blockIdx.x) * a.d + i] = sum;
   }
 }
 
@@ -104,11 +161,19 @@ void forward(const cpu::NormArgs& a, cudaStream_t s) {
   else forward_kernel<kind, kWide><<<unsigned(a.rows), 256, 0, s>>>(a);
 }
 template <Norm kind>
-void backward(const cpu::NormArgs& a, cudaStream_t s) {
-  if (a.d <= kNarrowWidth) backward_kernel<kind, kNarrow><<<blocks_for(a.rows, 256 / kNarrow), 256, 0, s>>>(a);
-  else backward_kernel<kind, kWide><<<unsigned(a.rows), 256, 0, s>>>(a);
-  if (!a.dw) return;
+void backward(const cpu::NormArgs& a, bool fresh_x, bool fresh_gate, cudaStream_t s) {
   const int64_t blocks = cpu::norm_row_blocks(a.rows);
+  if (kind == Norm::rms && a.dx && a.d % 4 == 0 && a.d > 128 && a.d <= 1024) {
+    const int64_t blocks = norm_parts(a.rows);
+    const size_t bytes = size_t(32 * a.d);
+    if (a.d <= 512) rows_backward_kernel<4><<<unsigned(blocks), 256, bytes, s>>>(a, fresh_x);
+    else rows_backward_kernel<8><<<unsigned(blocks), 256, bytes, s>>>(a, fresh_x);
+    if (a.dw) join_kernel<<<blocks_for(a.d, 32), 256, 0, s>>>(a.partial, blocks, a.d, a.dw);
+    return;
+  }
+  if (a.d <= kNarrowWidth) backward_kernel<kind, kNarrow><<<blocks_for(a.rows, 256 / kNarrow), 256, 0, s>>>(a, fresh_x, fresh_gate);
+  else backward_kernel<kind, kWide><<<unsigned(a.rows), 256, 0, s>>>(a, fresh_x, fresh_gate);
+  if (!a.dw) return;
   gain_kernel<kind><<<dim3(unsigned(blocks), blocks_for(a.d, 128)), 128, 0, s>>>(a);
   join_kernel<<<blocks_for(a.d, 32), 256, 0, s>>>(a.partial, blocks, a.d, a.dw);
 }
@@ -124,12 +189,12 @@ const char* norm_forward(Norm kind, const cpu::NormArgs& a, void* stream) {
   }
   return launched();
 }
-const char* norm_backward(Norm kind, const cpu::NormArgs& a, void* stream) {
+const char* norm_backward(Norm kind, const cpu::NormArgs& a, bool fresh_x, bool fresh_gate, void* stream) {
   if (a.rows == 0 || a.d == 0) return nullptr;
   switch (kind) {
-    case Norm::rms: backward<Norm::rms>(a, stream_of(stream)); break;
-    case Norm::l2: backward<Norm::l2>(a, stream_of(stream)); break;
-    case Norm::gated: backward<Norm::gated>(a, stream_of(stream)); break;
+    case Norm::rms: backward<Norm::rms>(a, fresh_x, fresh_gate, stream_of(stream)); break;
+    case Norm::l2: backward<Norm::l2>(a, fresh_x, fresh_gate, stream_of(stream)); break;
+    case Norm::gated: backward<Norm::gated>(a, fresh_x, fresh_gate, stream_of(stream)); break;
   }
   return launched();
 }

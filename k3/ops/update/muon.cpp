@@ -317,9 +317,9 @@ void muon_step(Context& c, const std::vector<MuonMatrix>& list, const MuonOption
             }
             return listed(c.device, s, all);
           };
-          gpu::check(cuda::muon_momentum(listed_pieces(scratch), int64_t(wave.size()), o.momentum, o.grad_scale, o.nesterov, gpu::stream()));
+          gpu::check(cuda::muon_momentum(listed_pieces(scratch), int64_t(wave.size()), o.momentum, o.grad_scale, o.nesterov, o.gate, gpu::stream()));
           orthogonalise(c, wave);
-          gpu::check(cuda::muon_apply(listed_pieces(scratch), int64_t(wave.size()), o.lr * o.weight_decay, gpu::stream()));
+          gpu::check(cuda::muon_apply(listed_pieces(scratch), int64_t(wave.size()), o.lr * o.weight_decay, o.gate, gpu::stream()));
           at = end;
           continue;
         }

@@ -6,6 +6,7 @@
 #include "k3/core/error.h"
 #include "k3/core/listed.h"
 #include "k3/core/threads.h"
+#include "k3/ops/linear/linear.h"
 #include "k3/ops/update/adamw_cuda.h"
 #include "k3/ops/update/update_float_cuda.h"
 #include "k3/ops/update/update_kernels.h"
@@ -104,6 +105,7 @@ int64_t qk_clip(Context& c, Param& q, Param& kv_b, const std::vector<float>& max
     scale(kv_b.value, h * (nope + v), nope, std::sqrt(gamma));
     ++clipped;
   }
+  if (clipped) renew_narrow(q), renew_narrow(kv_b);
   return clipped;
 }
 

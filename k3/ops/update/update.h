@@ -11,6 +11,10 @@
 
 namespace k3 {
 
+namespace cuda {
+struct StepGate;
+}
+
 // AdamW, elementwise:   m = b1 m + (1 - b1) g,   v = b2 v + (1 - b2) g^2,
 //   w -= lr (m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps) + weight_decay w),   g = grad_scale * grad
 struct AdamWOptions {
@@ -30,6 +34,7 @@ void newton_schulz(Context& c, const Tensor& x);
 struct MuonOptions {
   float lr = 0, momentum = 0.95f, weight_decay = 0.1f, grad_scale = 1;
   bool nesterov = true;
+  const cuda::StepGate* gate = nullptr;  // GPU: takes the place of grad_scale, and may forbid the step (resident.h)
 };
 struct MuonMatrix {
   Tensor weight, grad, momentum;  // (rows, cols)

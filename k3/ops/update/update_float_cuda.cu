@@ -48,16 +48,19 @@ __global__ void __launch_bounds__(kThreads) divide_kernel(const Listed* list, co
   each(t.n, [&](int64_t i) { t.x[i] = factor * t.x[i]; });
 }
 
-__global__ void __launch_bounds__(kThreads) momentum_kernel(const MuonPiece* list, float mu, float s, bool nesterov) {
+__global__ void __launch_bounds__(kThreads) momentum_kernel(const MuonPiece* list, float mu, float s, bool nesterov, const StepGate* gate) {
   const MuonPiece p = list[blockIdx.y];
+  if (gate && !gate->finite) return;
+  if (gate) s = gate->scale;
   each(p.n, [&](int64_t i) {
     const float g = s * p.grad[i], m = __fmaf_rn(mu, p.momentum[i], g);
     p.momentum[i] = m;
     p.x[i] = nesterov ? __fmaf_rn(mu, m, g) : m;
   });
 }
-__global__ void __launch_bounds__(kThreads) apply_kernel(const MuonPiece* list, float decay) {
+__global__ void __launch_bounds__(kThreads) apply_kernel(const MuonPiece* list, float decay, const StepGate* gate) {
   const MuonPiece p = list[blockIdx.y];
+  if (gate && !gate->finite) return;
   each(p.n, [&](int64_t i) { p.weight[i] = p.weight[i] - __fmaf_rn(p.step, p.x[i], decay * p.weight[i]); });
 }
 
@@ -102,14 +105,14 @@ const char* divide_by_norms(const Listed* list, int64_t count, const double* sum
   if (count) divide_kernel<<<grid_of(count), kThreads, 0, cudaStream_t(stream)>>>(list, sums, eps);
   return result();
 }
-const char* muon_momentum(const MuonPiece* list, int64_t count, float mu, float s, bool nesterov, void* stream) {
+const char* muon_momentum(const MuonPiece* list, int64_t count, float mu, float s, bool nesterov, const StepGate* gate, void* stream) {
   if (const char* e = too_many(count)) return e;
-  if (count) momentum_kernel<<<grid_of(count), kThreads, 0, cudaStream_t(stream)>>>(list, mu, s, nesterov);
+  if (count) momentum_kernel<<<grid_of(count), kThreads, 0, cudaStream_t(stream)>>>(list, mu, s, nesterov, gate);
   return result();
 }
-const char* muon_apply(const MuonPiece* list, int64_t count, float decay, void* stream) {
+const char* muon_apply(const MuonPiece* list, int64_t count, float decay, const StepGate* gate, void* stream) {
   if (const char* e = too_many(count)) return e;
-  if (count) apply_kernel<<<grid_of(count), kThreads, 0, cudaStream_t(stream)>>>(list, decay);
+  if (count) apply_kernel<<<grid_of(count), kThreads, 0, cudaStream_t(stream)>>>(list, decay, gate);
   return result();
 }
 const char* combine(const SquareMatrix* list, int64_t count, float a, float b, float c, void* stream) {

@@ -3,6 +3,8 @@
 // Lists and pointers are of the device. Null, or a sentence.
 #include <cstdint>
 
+#include "k3/ops/update/resident_cuda.h"
+
 namespace k3::cuda {
 
 // sums[i] = sum of squares of x[i], (n) elements; finite exactly when every element is
@@ -23,9 +25,10 @@ struct MuonPiece {
   float step;  // lr * 0.2 sqrt(max(rows, cols))
 };
 // momentum = mu momentum + s grad;  x = mu momentum + s grad with Nesterov, else momentum
-const char* muon_momentum(const MuonPiece* list, int64_t count, float mu, float s, bool nesterov, void* stream);
+// With a gate, its scale takes the place of s, and nothing is done where it is closed.
+const char* muon_momentum(const MuonPiece* list, int64_t count, float mu, float s, bool nesterov, const StepGate* gate, void* stream);
 // weight -= step x + decay weight
-const char* muon_apply(const MuonPiece* list, int64_t count, float decay, void* stream);
+const char* muon_apply(const MuonPiece* list, int64_t count, float decay, const StepGate* gate, void* stream);
 
 struct SquareMatrix {
   const float* s;  // combine only

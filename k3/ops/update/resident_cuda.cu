@@ -1,0 +1,217 @@
+// Bound: bytes. Split: a block has kUpdateBlock elements of one tensor, or a tile of one matrix, found by bisection.
+#include "k3/core/block.cuh"
+#include "k3/core/tile.cuh"
+#include "k3/ops/update/resident_cuda.h"
+
+namespace k3::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+
+template <class T>
+__device__ __forceinline__ int find(const T* begins, int count, T at) {
+  int low = 0, high = count;
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    if (begins[middle] <= at) low = middle; else high = middle;
+  }
+  return low;
+}
+
+// The threads' values in order of a fixed tree, for thread 0.
+__device__ double block_sum(double x) {
+  __shared__ double part[kThreads / 32];
+#pragma unroll
+  for (int s = 16; s > 0; s >>= 1) x += __shfl_xor_sync(~0u, x, s);
+  __syncthreads();
+  if ((threadIdx.x & 31) == 0) part[threadIdx.x >> 5] = x;
+  __syncthreads();
+  x = part[0];
+  for (int w = 1; w < kThreads / 32; ++w) x += part[w];
+  return x;
+}
+
+__global__ void __launch_bounds__(kThreads) squares_kernel(const NormArgs a) {
+  const int i = find(a.begins, int(a.count), int32_t(blockIdx.x));
+  const float* x = a.grads[i];
+  const int64_t first = (int64_t(blockIdx.x) - a.begins[i]) * kUpdateBlock, n = min(kUpdateBlock, a.sizes[i] - first);
+  double sum = 0;
+  if (n == kUpdateBlock) {
+    float4 v[kUpdateBlock / 4 / kThreads];
+#pragma unroll
+    for (int j = 0; j < int(kUpdateBlock / 4 / kThreads); ++j) v[j] = __ldcs(reinterpret_cast<const float4*>(x + first) + j * kThreads + threadIdx.x);
+#pragma unroll
+    for (int j = 0; j < int(kUpdateBlock / 4 / kThreads); ++j)
+      sum += (double(v[j].x) * v[j].x + double(v[j].y) * v[j].y) + (double(v[j].z) * v[j].z + double(v[j].w) * v[j].w);
+  } else {
+    for (int64_t e = threadIdx.x; e < n; e += kThreads) sum += double(x[first + e]) * x[first + e];
+  }
+  sum = block_sum(sum);
+  if (threadIdx.x == 0) a.partial[blockIdx.x] = sum;
+}
+__global__ void __launch_bounds__(kThreads) totals_kernel(const NormArgs a) {
+  double sum = 0;
+  for (int32_t b = a.begins[blockIdx.x] + int32_t(threadIdx.x); b < a.begins[blockIdx.x + 1]; b += kThreads) sum += a.partial[b];
+  sum = block_sum(sum);
+  if (threadIdx.x == 0) a.sums[blockIdx.x] = sum;
+}
+__global__ void __launch_bounds__(kThreads) gate_kernel(const NormArgs a) {
+  double sum = 0;
+  for (int64_t i = threadIdx.x; i < a.count; i += kThreads) sum += a.sums[i];
+  sum = block_sum(sum);
+  if (threadIdx.x) return;
+  const double norm = sqrt(sum);
+  *a.gate = {norm, a.clip > 0 && norm > a.clip ? float(a.clip / norm) : 1.f, isfinite(norm)};
+}
+
+__device__ __forceinline__ void adamw_element(const AdamwListArgs& a, float decay, float g, float& w, float& m, float& v) {
+  m = a.beta1 * m + (1.f - a.beta1) * g, v = a.beta2 * v + (1.f - a.beta2) * g * g;
+  w -= a.lr * (m * a.correct1 / (sqrtf(v * a.correct2) + a.eps) + decay * w);
+}
+
+__global__ void __launch_bounds__(kThreads) adamw_kernel(const AdamwListArgs a) {
+  const StepGate gate = *a.gate;
+  if (!gate.finite) return;
+  const int i = find(a.begins, int(a.count), int32_t(blockIdx.x));
+  const AdamwTensor t = a.list[i];
+  const int64_t first = (int64_t(blockIdx.x) - a.begins[i]) * kUpdateBlock, n = min(kUpdateBlock, t.n - first);
+  nv_bf16* copy = static_cast<nv_bf16*>(t.copy);
+  if (n == kUpdateBlock) {
+#pragma unroll 2
+    for (int j = 0; j < int(kUpdateBlock / 4 / kThreads); ++j) {
+      const int64_t at = first + (j * kThreads + threadIdx.x) * 4;
+      float w[4], m[4], v[4], g[4];
+      *reinterpret_cast<float4*>(w) = __ldcs(reinterpret_cast<const float4*>(t.weight + at)), *reinterpret_cast<float4*>(m) = __ldcs(reinterpret_cast<const float4*>(t.m + at));
+      *reinterpret_cast<float4*>(v) = __ldcs(reinterpret_cast<const float4*>(t.v + at)), *reinterpret_cast<float4*>(g) = __ldcs(reinterpret_cast<const float4*>(t.grad + at));
+#pragma unroll
+      for (int e = 0; e < 4; ++e) adamw_element(a, t.decay, g[e] * gate.scale, w[e], m[e], v[e]);
+      __stcs(reinterpret_cast<float4*>(t.weight + at), *reinterpret_cast<float4*>(w)), __stcs(reinterpret_cast<float4*>(t.m + at), *reinterpret_cast<float4*>(m));
+      __stcs(reinterpret_cast<float4*>(t.v + at), *reinterpret_cast<float4*>(v));
+      if (copy) *reinterpret_cast<uint2*>(copy + at) = make_uint2(pack(w[0], w[1]), pack(w[2], w[3]));
+    }
+    return;
+  }
+  for (int64_t at = first + threadIdx.x; at < first + n; at += kThreads) {
+    float w = t.weight[at], m = t.m[at], v = t.v[at];
+    adamw_element(a, t.decay, t.grad[at] * gate.scale, w, m, v);
+    t.weight[at] = w, t.m[at] = m, t.v[at] = v;
+    if (copy) copy[at] = __float2bfloat16_rn(w);
+  }
+}
+
+constexpr int T = int(kMuonTile), kRows = kThreads / 32;  // a warp has a row of a tile, two columns a lane
+
+struct Tile {
+  MuonBlock b;
+  int matrix, r0, c0;
+  bool tall;
+  __device__ explicit Tile(const MuonListArgs& a) : matrix(find(a.tile_begins, int(a.count), int32_t(blockIdx.x))) {
+    b = a.list[matrix];
+    const int tile = int(blockIdx.x) - a.tile_begins[matrix], across = (b.cols + T - 1) / T;
+    r0 = tile / across * T, c0 = tile % across * T, tall = b.rows > b.cols;
+  }
+};
+
+__global__ void __launch_bounds__(kThreads) ahead_kernel(const MuonListArgs a) {
+  __shared__ float turned[T][T + 1];
+  const StepGate gate = *a.gate;
+  const Tile t(a);
+  const MuonBlock& b = t.b;
+  nv_bf16* x = static_cast<nv_bf16*>(a.x) + b.x;
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  double sum = 0;
+  if (gate.finite) {
+#pragma unroll 4
+    for (int r = warp; r < T; r += kRows)
+#pragma unroll
+      for (int c = lane; c < T; c += 32) {
+        float y = 0.f;
+        if (t.r0 + r < b.rows && t.c0 + c < b.cols) {
+          const int64_t at = int64_t(t.r0 + r) * b.cols + t.c0 + c;
+          const float g = gate.scale * b.grad[at], m = __fmaf_rn(a.momentum, b.momentum[at], g);
+          b.momentum[at] = m;
+          y = a.nesterov ? __fmaf_rn(a.momentum, m, g) : m;
+          if (!t.tall) x[int64_t(t.r0 + r) * b.ld + t.c0 + c] = __float2bfloat16_rn(y);
+        }
+        if (t.tall) turned[r][c] = y;
+        sum += double(y) * y;
+      }
+  }
+  sum = block_sum(sum);
+  if (threadIdx.x == 0) a.partial[blockIdx.x] = sum;
+  if (!t.tall || !gate.finite) return;
+  __syncthreads();
+  for (int c = warp; c < T; c += kRows)
+    for (int r = lane; r < T; r += 32)
+      if (t.r0 + r < b.rows && t.c0 + c < b.cols) x[int64_t(t.c0 + c) * b.ld + t.r0 + r] = __float2bfloat16_rn(turned[r][c]);
+}
+__global__ void __launch_bounds__(kThreads) factors_kernel(const MuonListArgs a) {
+  double sum = 0;
+  for (int32_t b = a.tile_begins[blockIdx.x] + int32_t(threadIdx.x); b < a.tile_begins[blockIdx.x + 1]; b += kThreads) sum += a.partial[b];
+  sum = block_sum(sum);
+  if (threadIdx.x == 0) a.factors[blockIdx.x] = float(1 / (sqrt(sum) + 1e-7));
+}
+__global__ void __launch_bounds__(kThreads) normalise_kernel(const MuonListArgs a) {  // sizes are multiples of 8
+  const int64_t at = (int64_t(blockIdx.x) * kThreads + threadIdx.x) * 8;
+  if (at >= a.elements) return;
+  const float f = a.factors[find(a.x_begins, int(a.count), at)];
+  nv_bf16* x = static_cast<nv_bf16*>(a.x) + at;
+  float v[8];
+  load8(x, v);
+#pragma unroll
+  for (float& e : v) e *= f;
+  store8(x, v);
+}
+
+__global__ void __launch_bounds__(kThreads) apply_kernel(const MuonListArgs a) {
+  __shared__ float turned[T][T + 1];
+  if (!a.gate->finite) return;
+  const Tile t(a);
+  const MuonBlock& b = t.b;
+  const nv_bf16* x = static_cast<const nv_bf16*>(a.x) + b.x;
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  if (t.tall) {
+    for (int c = warp; c < T; c += kRows)
+      for (int r = lane; r < T; r += 32)
+        if (t.r0 + r < b.rows && t.c0 + c < b.cols) turned[r][c] = __bfloat162float(x[int64_t(t.c0 + c) * b.ld + t.r0 + r]);
+    __syncthreads();
+  }
+  const float step = a.lr * b.step, decay = a.lr * a.decay;
+#pragma unroll 4
+  for (int r = warp; r < T; r += kRows)
+#pragma unroll
+    for (int c = lane; c < T; c += 32) {
+      if (t.r0 + r >= b.rows || t.c0 + c >= b.cols) continue;
+      const int64_t at = int64_t(t.r0 + r) * b.cols + t.c0 + c;
+      const float o = t.tall ? turned[r][c] : __bfloat162float(x[int64_t(t.r0 + r) * b.ld + t.c0 + c]), w = b.weight[at];
+      const float y = w - __fmaf_rn(step, o, decay * w);
+      b.weight[at] = y;
+      if (b.copy) static_cast<nv_bf16*>(b.copy)[at] = __float2bfloat16_rn(y);
+    }
+}
+
+}  // namespace
+
+const char* gradient_norm(const NormArgs& a, void* stream) {
+  if (a.blocks) squares_kernel<<<unsigned(a.blocks), kThreads, 0, stream_of(stream)>>>(a);
+  if (a.count) totals_kernel<<<unsigned(a.count), kThreads, 0, stream_of(stream)>>>(a);
+  gate_kernel<<<1, kThreads, 0, stream_of(stream)>>>(a);
+  return launched();
+}
+const char* adamw(const AdamwListArgs& a, void* stream) {
+  if (a.blocks) adamw_kernel<<<unsigned(a.blocks), kThreads, 0, stream_of(stream)>>>(a);
+  return launched();
+}
+const char* muon_ahead(const MuonListArgs& a, void* stream) {
+  if (a.count == 0) return nullptr;
+  ahead_kernel<<<unsigned(a.tiles), kThreads, 0, stream_of(stream)>>>(a);
+  factors_kernel<<<unsigned(a.count), kThreads, 0, stream_of(stream)>>>(a);
+  normalise_kernel<<<blocks_for(a.elements, 8 * kThreads), kThreads, 0, stream_of(stream)>>>(a);
+  return launched();
+}
+const char* muon_apply(const MuonListArgs& a, void* stream) {
+  if (a.tiles) apply_kernel<<<unsigned(a.tiles), kThreads, 0, stream_of(stream)>>>(a);
+  return launched();
+}
+
+}  // namespace k3::cuda

@@ -1,0 +1,73 @@
+#pragma once
+// The optimizers' passes over lists that stay on the GPU from step to step. The scale that clips is formed there: nothing waits for the host. Sums
+// are in double and in an order that depends on sizes alone. Lists and pointers are of the device. Null, or a sentence.
+#include <cstdint>
+
+namespace k3::cuda {
+
+// What all updates of a step read. Where a gradient is not finite, they change nothing.
+struct StepGate {
+  double norm;
+  float scale;     // of the gradients: clip / norm, at most 1
+  int32_t finite;  // 0: the norm is not
+};
+
+constexpr int64_t kUpdateBlock = 8192;  // elements a block
+constexpr int64_t update_blocks(int64_t n) { return (n + kUpdateBlock - 1) / kUpdateBlock; }
+
+// sums[i] = sum of squares of grad[i]; then the gate from all of them
+struct NormArgs {
+  const float* const* grads;  // (count)
+  const int64_t* sizes;       // (count)
+  const int32_t* begins;      // (count + 1) sum of update_blocks() before each
+  int64_t count, blocks;
+  double *partial, *sums;  // (blocks), (count)
+  double clip;             // 0: off
+  StepGate* gate;
+};
+const char* gradient_norm(const NormArgs&, void* stream);
+
+struct AdamwTensor {
+  float *weight, *m, *v;
+  const float* grad;
+  void* copy;  // bf16, or null
+  int64_t n;
+  float decay;
+};
+struct AdamwListArgs {
+  const AdamwTensor* list;
+  const int32_t* begins;  // (count + 1)
+  int64_t count, blocks;
+  float lr, beta1, beta2, eps, correct1, correct2;
+  const StepGate* gate;
+};
+const char* adamw(const AdamwListArgs&, void* stream);
+
+// Muon with products in bfloat16: a block of rows becomes a matrix x (m, n) of bfloat16, m <= n (transposed when it is tall), padded with zeros to
+// multiples of 8; tiles of kMuonTile x kMuonTile of the block.
+constexpr int64_t kMuonTile = 64;
+struct MuonBlock {
+  float* weight;
+  const float* grad;
+  float* momentum;
+  void* copy;              // bf16, or null
+  int64_t x;               // where the matrix begins in x
+  int32_t rows, cols, ld;  // ld: n padded, a row of x
+  float step;              // 0.2 sqrt(max(rows, cols))
+};
+struct MuonListArgs {
+  const MuonBlock* list;
+  const int32_t* tile_begins;      // (count + 1)
+  int64_t count, tiles, elements;  // elements of x
+  void* x;
+  double* partial;          // (tiles)
+  float* factors;           // (count): 1 / (|x| + 1e-7)
+  const int64_t* x_begins;  // (count + 1)
+  float momentum, lr, decay;
+  bool nesterov;
+  const StepGate* gate;
+};
+const char* muon_ahead(const MuonListArgs&, void* stream);  // momentum; x = what is orthogonalised, of norm 1; x must be zero where it is padded
+const char* muon_apply(const MuonListArgs&, void* stream);  // weight -= lr (step x + decay weight), and the copy
+
+}  // namespace k3::cuda
