@@ -29,7 +29,7 @@ endif()
 
 set(K3_ISA_plain  "")
 set(K3_ISA_avx2   -mavx2 -mfma -mf16c -mbmi2)
-set(K3_ISA_avx512 -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx2 -mfma -mf16c -mbmi2 -mprefer-vector-width=512)
+set(K3_ISA_avx512 -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni -mavx2 -mfma -mf16c -mbmi2 -mprefer-vector-width=512)
 
 # Kernels are always optimised: an unoptimised inline function of a wide level could become everybody's copy. Under sanitizers a little only:
 # their checks of every vector lane take the compiler minutes at -O3; and there the compiler fuses a product and a sum in one copy of a loop and not

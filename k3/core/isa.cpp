@@ -11,7 +11,7 @@ Isa best_isa() {
     __builtin_cpu_init();
     bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
     bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-                  __builtin_cpu_supports("avx512dq");
+                  __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni");
     return avx2 && avx512 ? Isa::avx512 : avx2 ? Isa::avx2 : Isa::plain;
   }();
   return best;

@@ -10,7 +10,7 @@
 // AVX-512 could otherwise be the copy that the linker keeps for everybody.
 namespace k3::cpu {
 
-enum class Isa { plain, avx2, avx512 };
+enum class Isa { plain, avx2, avx512 };  // avx2 with fma; avx512: F, BW, VL, DQ and VNNI
 
 Isa best_isa();             // what this processor has
 Isa isa();                  // what is in force

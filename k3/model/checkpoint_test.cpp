@@ -181,6 +181,13 @@ TEST(checkpoint, a_decay_vector_longer_than_the_heads_must_end_in_zeros) {
   EXPECT_THAT([&] { with({0, 0}); }, throws_error("is 2 but this config needs 3"));
 }
 
+// Sums of codes have an order of their own and round their inputs (product.h); layers multiply that by ten or so.
+void expect_near(const std::vector<float>& got, const std::vector<float>& want, double tolerance) {
+  double moved = 0, norm = 0;
+  for (size_t i = 0; i < want.size(); ++i) moved += std::pow(double(got[i]) - want[i], 2), norm += std::pow(double(want[i]), 2);
+  EXPECT_LT(std::sqrt(moved / norm), tolerance);
+}
+
 // Experts in the published packed form.
 void pack_experts(const std::string& folder, std::vector<std::vector<uint8_t>>& keep) {
   rewrite(folder, [&](std::vector<NamedTensor>& all) {
@@ -201,7 +208,7 @@ void pack_experts(const std::string& folder, std::vector<std::vector<uint8_t>>& 
   });
 }
 
-TEST(checkpoint, packed_experts_stay_in_the_file_and_give_the_bits_of_their_widened_copies) {
+TEST(checkpoint, packed_experts_stay_in_the_file_and_equal_their_widened_copies) {
   Config c = testing::tiny_k3();
   c.moe_intermediate_size = 64;
   TemporaryFolder f{TemporaryFolder::absent};
@@ -215,7 +222,7 @@ TEST(checkpoint, packed_experts_stay_in_the_file_and_give_the_bits_of_their_wide
   load(m, s, {});
   const Param& w1 = *m.params().find("model.layers.1.block_sparse_moe.experts.3.w1.weight");
   EXPECT_EQ(w1.value.data(), s.view(*s.find("language_model." + w1.name + "_packed")).data());
-  EXPECT_EQ(hidden(m), hidden_of(f.str(), true));
+  expect_near(hidden(m), hidden_of(f.str(), true), 2e-5);
 
   rewrite(f.str(), [&](std::vector<NamedTensor>& all) {
     for (NamedTensor& t : all)
@@ -269,7 +276,10 @@ TEST(checkpoint, dense_matrices_are_made_narrow_and_nothing_else) {
       p.value = m.params().own(DType::f32, p.shape), p.scale = {};
       std::memcpy(p.value.data(), wide.data(), p.value.bytes());
     }
-    EXPECT_EQ(got, hidden(m));
+    if (dense == Dense::bf16)
+      EXPECT_EQ(got, hidden(m));
+    else
+      expect_near(got, hidden(m), dense == Dense::q8 ? 1e-3 : 2e-5);
     EXPECT_NE(got, hidden_of(f.str()));
     Model training(c);
     EXPECT_THAT([&] { load(training, s, {.for_training = true, .dense = dense}); }, throws_error("training takes weights as they are stored"));

@@ -122,8 +122,11 @@ Var linear_rows(Var x, Param& w, int64_t first, int64_t last) {
   if (c.device == Device::cuda) {
     if (c.bf16_products && OnGpu::serves(weight)) keep_narrow(c, x);
     OnGpu(c, weight, kept, c.bf16_products).forward(x, y.f32());
+  } else {
+    Scratch scratch(*c.arena);
+    Tensor room = is_codes(weight.stored) ? scratch.lend(DType::u8, {room_bytes(m, k)}) : Tensor();
+    if (data) weight_products({{m, x.f32(), weight, y.f32()}}, room.data());
   }
-  if (data) weight_products({{m, x.f32(), weight, y.f32()}});
   double flops = 2.0 * double(m) * double(n) * double(k);
   const double held = stored_bytes(w) * double(n) / double(std::max<int64_t>(1, w.value.rows())), bytes = held + 4.0 * double(m * n + m * k);
   c.cost("linear", {.flops = flops, .bytes = bytes, .held = held});

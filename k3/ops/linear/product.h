@@ -8,6 +8,19 @@
 // oneDNN's AVX-512 kernel sums a block in just this order from 32 rows and 2 columns on, as long as k stays within one block (longer ones
 // it cuts in ways that depend on the shape; so we cut). product_is_onednn() checks once that this holds. Smaller products, and all products
 // on machines where oneDNN sums otherwise, run on our kernel of the same order (rates of both: docs/log.md).
+//
+// Products with codes (mxfp4, q8) have an order of their own, since chains of float32 take four instructions a weight where the memory is faster.
+// There x is made whole numbers, 32 inputs of a row at a time (a last group of fewer counts as filled with zeros):
+//
+//   step = 2^(e - bits), where 2^e <= 1.5 max|x| < 2^(e+1), e >= -103;  bits = 22 for mxfp4, 14 for q8
+//   n = x / step, to the nearest whole number, ties to even
+//
+// and sums of codes times n are sums of whole numbers, exact and in any order: of 2 code n over 32 inputs for mxfp4, of code n over 16 for q8. A sum,
+// as float32, times step / 2 or step, times the scale, each rounded, is added to one of four chains, k ascending: group i of a row to chain i mod 4.
+// Result: (c0 + c2) + (c1 + c3). So the bits are the same at every instruction set, too.
+//
+// Every code and scale counts exactly; an input counts to within step / 2 <= 0.75 * 2^-bits of the largest in its group: about what sums in float32
+// lose for mxfp4, and for q8 a hundredth of what its weights have lost. An input that is not finite, or 2^127 * 4/3 and above, makes its row NaN.
 #include <cstdint>
 #include <vector>
 

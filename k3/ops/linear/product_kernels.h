@@ -4,16 +4,15 @@
 
 namespace k3::cpu {
 
-// Y = X W^T or Y += X W^T for columns first..last-1 of Y, W read as it is stored.
+// Y = X W^T or Y += X W^T for columns first..last-1 of Y, W read as it is stored (f32 or bf16; codes: codes_kernels.h).
 struct WeightArgs {
   Stored stored;
   int64_t rows, in, first, last;
   const float* x;  // (rows, in), rows x_row apart
   int64_t x_row;
-  const void* w;      // as product.h has it
-  int64_t w_stride;   // bytes from row to row
-  const void* scale;  // mxfp4 and q8
-  float* y;           // (rows, out)
+  const void* w;     // (out, in)
+  int64_t w_stride;  // bytes from row to row
+  float* y;          // (rows, out)
   int64_t ldy;
   bool accumulate;
 };

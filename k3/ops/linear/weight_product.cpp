@@ -4,6 +4,7 @@
 
 #include "k3/core/error.h"
 #include "k3/core/threads.h"
+#include "k3/ops/linear/codes_kernels.h"
 #include "k3/ops/linear/product_kernels.h"
 
 namespace k3 {
@@ -62,12 +63,53 @@ void widen(const Weight& w, int64_t first, int64_t last, float* to) {
                   [&](int64_t a, int64_t b) { cpu::product_kernels().widen(w, first + a, first + b, to + a * w.in); });
 }
 
-void weight_products(const std::vector<WeightProduct>& list) {
+int64_t room_bytes(int64_t rows, int64_t in) { return rows * ((in + 127) / 128) * int64_t(sizeof(cpu::FixedX)); }
+
+namespace {
+
+// Columns first..last-1 of a product.
+struct Piece {
+  const WeightProduct* of;
+  const cpu::FixedX* fixed;  // where w is codes
+  int64_t first, last;
+
+  int64_t bytes() const { return (last - first) * row_bytes(of->w); }
+  void run() const {
+    const Weight& w = of->w;
+    if (fixed)
+      cpu::codes_kernels().codes_product({w.stored, of->rows, w.in, first, last, fixed, w.data, w.scale, of->y, w.out});
+    else
+      cpu::product_kernels().weight_product({w.stored, of->rows, w.in, first, last, of->x, w.in, w.data, row_bytes(w), of->y, w.out, false});
+  }
+};
+
+// Runs f(i) for i < n, neighbours in one call until they make `least` of size(i) together.
+template <class Size, class F>
+void in_runs(int64_t n, int64_t least, Size size, F f) {
+  std::vector<int64_t> ends;
+  int64_t sum = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    sum += size(i);
+    if (sum >= least || i + 1 == n) ends.push_back(i + 1), sum = 0;
+  }
+  parallel_for(int64_t(ends.size()), [&](int64_t run) {
+    for (int64_t i = run ? ends[size_t(run - 1)] : 0; i < ends[size_t(run)]; ++i) f(i);
+  });
+}
+
+constexpr int64_t kFixInputs = 1 << 15;  // of x, made whole numbers in one call
+
+}  // namespace
+
+void weight_products(const std::vector<WeightProduct>& list, void* room) {
   std::vector<Product> wide;
-  std::vector<cpu::WeightArgs> pieces;
+  std::vector<Piece> pieces;
+  std::vector<cpu::FixArgs> fixes;
   int64_t total = 0;
   for (const WeightProduct& p : list) total += p.rows ? p.w.out * row_bytes(p.w) : 0;
   const int64_t piece = std::clamp(total / 16, kLeastPiece, kLargestPiece);
+  const WeightProduct* before = nullptr;
+  cpu::FixedX *fixed = nullptr, *free = static_cast<cpu::FixedX*>(room);
   for (const WeightProduct& p : list) {
     const Weight& w = p.w;
     if (p.rows == 0) continue;
@@ -75,19 +117,22 @@ void weight_products(const std::vector<WeightProduct>& list) {
       wide.push_back(x_wt(p.x, static_cast<const float*>(w.data), p.y, p.rows, w.out, w.in));
       continue;
     }
+    if (is_codes(w.stored) && !(before && before->x == p.x && before->rows == p.rows && before->w.in == w.in && before->w.stored == w.stored)) {
+      K3_CHECK(room, "[weight] products with codes need room");
+      before = &p, fixed = free;
+      const int64_t blocks = (w.in + 127) / 128, rows = std::max<int64_t>(1, kFixInputs / w.in);
+      for (int64_t at = 0; at < p.rows; at += rows)
+        fixes.push_back({w.stored, std::min(rows, p.rows - at), w.in, p.x + at * w.in, fixed + at * blocks});
+      free += p.rows * blocks;
+    }
     const int64_t step = std::max<int64_t>(1, piece / std::max<int64_t>(1, row_bytes(w) * kColumns)) * kColumns;
-    for (int64_t at = 0; at < w.out; at += step)
-      pieces.push_back({w.stored, p.rows, w.in, at, std::min(at + step, w.out), p.x, w.in, w.data, row_bytes(w), w.scale, p.y, w.out, false});
+    for (int64_t at = 0; at < w.out; at += step) pieces.push_back({&p, is_codes(w.stored) ? fixed : nullptr, at, std::min(at + step, w.out)});
   }
-  std::vector<size_t> ends;  // of the pieces that one call takes
-  int64_t bytes = 0;
-  for (size_t i = 0; i < pieces.size(); ++i) {
-    bytes += (pieces[i].last - pieces[i].first) * pieces[i].w_stride;
-    if (bytes >= piece / 2 || i + 1 == pieces.size()) ends.push_back(i + 1), bytes = 0;
-  }
-  parallel_for(int64_t(ends.size()), [&](int64_t i) {
-    for (size_t j = i ? ends[size_t(i - 1)] : 0; j < ends[size_t(i)]; ++j) cpu::product_kernels().weight_product(pieces[j]);
-  });
+  in_runs(
+      int64_t(fixes.size()), kFixInputs, [&](int64_t i) { return fixes[size_t(i)].rows * fixes[size_t(i)].in; },
+      [&](int64_t i) { cpu::codes_kernels().fix(fixes[size_t(i)]); });
+  in_runs(
+      int64_t(pieces.size()), piece / 2, [&](int64_t i) { return pieces[size_t(i)].bytes(); }, [&](int64_t i) { pieces[size_t(i)].run(); });
   products(wide);
 }
 

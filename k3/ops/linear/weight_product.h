@@ -1,8 +1,8 @@
 #pragma once
 // Products with weights as they are stored: Y = X W^T, X (rows, in) float32, W (out, in) as product.h lists them.
 //
-// The bits are those of the product with the weight widened to float32, in the order of product.h. The weight is read where it
-// lies, once; only float32 weights with kFewRows rows of x and more go to oneDNN.
+// Sums are in the orders of product.h; for bf16 the bits are those of the product with the weight widened to float32. The weight is read where it
+// lies; only float32 weights with kFewRows rows of x and more go to oneDNN.
 #include <vector>
 
 #include "k3/core/tensor.h"
@@ -28,8 +28,10 @@ struct WeightProduct {
   float* y;  // (rows, out)
 };
 
-// All of them, over all threads.
-void weight_products(const std::vector<WeightProduct>& list);
+// All of them, over all threads. room: of room_bytes() for each x in the list that meets codes; neighbours in the list with one x share it.
+void weight_products(const std::vector<WeightProduct>& list, void* room = nullptr);
+inline bool is_codes(Stored s) { return s == Stored::mxfp4 || s == Stored::q8; }
+int64_t room_bytes(int64_t rows, int64_t in);
 
 // Rows first..last-1 as float32, over all threads.
 void widen(const Weight& w, int64_t first, int64_t last, float* to);

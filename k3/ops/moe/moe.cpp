@@ -154,6 +154,13 @@ void check_weights(const ExpertWeights& w, int64_t experts, int64_t l, bool trai
     }
 }
 
+bool has_codes(const ExpertWeights& w) {
+  for (const std::vector<Param*>* list : {&w.gate, &w.up, &w.down})
+    for (const Param* p : *list)
+      if (is_codes(weight_of(*p).stored)) return true;
+  return false;
+}
+
 // The products of all experts with one of their matrices, on the GPU.
 struct ProductsOnGpu {
   const Dispatch& d;
@@ -298,6 +305,7 @@ Var experts(Var z, const Routing& routing, const ExpertWeights& w, const Activat
     Scratch scratch(*c.arena);
     if (!c.tape) a = scratch.lend(DType::f32, {n * k, m}), b = scratch.lend(DType::f32, {n * k, m}), d = dispatch_of(scratch, routing.experts, e);
     Tensor rows = scratch.lend(DType::f32, {n * k, l}), h = c.tape ? scratch.lend(DType::f32, {n * k, m}) : a;  // h may take a's place
+    Tensor room = has_codes(w) ? scratch.lend(DType::u8, {room_bytes(n * k, std::max(l, m))}) : Tensor();
     if (on_cpu) {
       cpu::DispatchArgs move{d.pair_of_row.i32(), d.row_of_pair.i32(), n, k, d.pairs, l, z.f32(), nullptr, rows.f32()};
       cpu::moe().gather(move);
@@ -320,7 +328,7 @@ Var experts(Var z, const Routing& routing, const ExpertWeights& w, const Activat
             at = pieces.back().last = std::min(end, pieces.back().first + 16);
           }
         }
-        weight_products(list);
+        weight_products(list, room.data());
         parallel_for(int64_t(pieces.size()), [&](int64_t i) {
           const auto [first, last] = pieces[size_t(i)];
           cpu::GluArgs g{activation, (last - first) * m, a.f32() + first * m, b.f32() + first * m, h.f32() + first * m, nullptr, nullptr, nullptr};
@@ -328,7 +336,7 @@ Var experts(Var z, const Routing& routing, const ExpertWeights& w, const Activat
         });
         list.clear();
         for (int32_t j : some) list.push_back({d.rows(j), h.f32() + d.begin(j) * m, weight_of(*w.down[size_t(j)]), rows.f32() + d.begin(j) * l});
-        weight_products(list);
+        weight_products(list, room.data());
       };
       if (w.source) {
         w.source->want(used);

@@ -392,7 +392,7 @@ TEST(moe, bfloat16_experts_give_the_bits_of_their_widened_copies) {
     }
 }
 
-TEST(moe, mxfp4_experts_give_the_bits_of_their_widened_copies_and_only_used_ones_are_checked) {
+TEST(moe, mxfp4_experts_equal_their_widened_copies_and_only_used_ones_are_checked) {
   for (auto isa : testing::levels())
     for (int64_t rows : {1, 200}) {
       testing::ForceIsa force(isa);
@@ -410,7 +410,9 @@ TEST(moe, mxfp4_experts_give_the_bits_of_their_widened_copies_and_only_used_ones
           if (e == 4) scales.as<uint8_t>()[0] = 255;
           if (e < 4) widen(weight_of(p), 0, out, q.value.f32());
         }
-      EXPECT_TRUE(testing::same_bits(experts(run.z, run.r, run.w, kSitu).value(), experts(same.z, same.r, same.w, kSitu).value()));
+      // each of two products in a row loses what is less than 2^-22 of its largest inputs, and sums in another order
+      const Tensor got = experts(run.z, run.r, run.w, kSitu).value(), want = experts(same.z, same.r, same.w, kSitu).value();
+      testing::expect_near(got, testing::as_double(want), 4e-6, "u");
       run.r.experts.i32()[0] = 4;
       EXPECT_THAT([&] { experts(run.z, run.r, run.w, kSitu); }, testing::throws_error("[weight] w1_scale holds 255"));
     }
