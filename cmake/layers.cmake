@@ -125,7 +125,7 @@ function(k3_whole_tests)  # tests/x_test.cpp: facts that no single folder can pr
     k3_test(${source} k3_train k3_infer k3_plan k3_lab k3_serve)
   endforeach()
   find_package(Python3 REQUIRED COMPONENTS Interpreter)
-  add_test(NAME plan_flags_have_an_effect COMMAND Python3::Interpreter ${CMAKE_SOURCE_DIR}/tools/check_flags.py $<TARGET_FILE:k3>)
+  add_test(NAME flags_have_an_effect COMMAND Python3::Interpreter ${CMAKE_SOURCE_DIR}/tools/check_flags.py $<TARGET_FILE:k3>)
   add_test(NAME the_table_of_choices_is_what_the_tests_are_called
            COMMAND Python3::Interpreter ${CMAKE_SOURCE_DIR}/tools/choices_table.py ${CMAKE_BINARY_DIR} --check ${CMAKE_SOURCE_DIR}/docs/choices.md)
   add_test(NAME layers_hold COMMAND Python3::Interpreter ${CMAKE_SOURCE_DIR}/tools/check_layers.py ${CMAKE_SOURCE_DIR})

@@ -27,11 +27,12 @@ namespace {
 namespace fs = std::filesystem;
 
 struct DecodeFlags {
-  std::string model, config, svg, memory = "auto";
+  std::string model, config, svg;
   FabricateOptions fabricated;
   int64_t tokens = 64, context = 512;
   bool fast = false, json = false;
   LoadOptions load;
+  MemoryFlags memory;
 };
 
 double median(std::vector<double> v) {
@@ -189,7 +190,13 @@ void run(const DecodeFlags& f) {
   const std::string folder = temporary ? temporary->path() : resolve_snapshot(f.model);
   Config config = Config::load(folder);
   config.finish();
-  OpenedModel opened(folder, config, {.budget = f.memory, .context = f.context + f.tokens, .at_once = f.context, .deterministic = !f.fast}, f.load);
+  OpenedModel opened(folder, config,
+                     {.budget = f.memory.budget,
+                      .context = f.context + f.tokens,
+                      .at_once = f.context,
+                      .deterministic = !f.fast,
+                      .trust_scales = f.memory.trust_scales},
+                     f.load);
   if (temporary) temporary->remove();
 
   DecodeResult r{.tokens = f.tokens, .context = f.context};
@@ -257,7 +264,7 @@ void add_bench_decode(CLI::App& bench) {
   c->add_flag("--json", f->json, "print JSON");
   c->add_option("--svg", f->svg, "draw it: time, rate and bytes of each part");
   add_dense(*c, f->load);
-  add_memory_flag(c, f->memory);
+  add_memory_flags(c, f->memory);
   c->callback([f] { run(*f); });
 }
 

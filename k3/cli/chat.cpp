@@ -39,11 +39,12 @@ constexpr char kHelp[] =
     "//TEXT           a message that begins with /\n";
 
 struct ChatFlags {
-  std::string model, thinking = "on", memory = "auto";
-  int64_t context = 8192;
+  std::string model, thinking = "on";
+  int64_t context = 0;  // 0: as much as there is good room for
   ChatSettings settings{.generate = {.sample = {.temperature = 1.0f, .top_p = 0.95f}, .max_tokens = 4096}};
   bool fast = false, has_system = false, wants_thought = false;
   LoadOptions load;
+  MemoryFlags memory;
   PartsReport parts;
 };
 
@@ -70,14 +71,31 @@ class Screen {
   bool terminal_, thought_ = false;
 };
 
-void print_speed(const ChatTurn& t, const std::string& experts) {
+// Long conversations in the exact form where there is room for them; then with absorbed attention, whose cache is an order of magnitude smaller.
+std::vector<MemoryRequest> wishes(const ChatFlags& f) {
+  const std::vector<int64_t> contexts = f.context ? std::vector<int64_t>{f.context} : std::vector<int64_t>{8192, 4096, 2048, 1024};
+  std::vector<MemoryRequest> all;
+  for (bool deterministic : {true, false})
+    for (int64_t context : contexts)
+      if (!deterministic || (!f.fast && (f.context || context >= 4096)))
+        all.push_back({.budget = f.memory.budget,
+                       .marks = 1,
+                       .context = context,
+                       .at_once = f.settings.session.prefill_chunk,
+                       .deterministic = deterministic,
+                       .trust_scales = f.memory.trust_scales});
+  return all;
+}
+
+void print_speed(const ChatTurn& t, int64_t context, const std::string& experts) {
   auto rate = [](double n, double seconds) { return seconds > 0 ? n / seconds : 0.0; };
   const Generated& g = t.generated;
   fmt::print(stderr, "[read {} of {} tokens, {:.1f} tokens/s; wrote {}, {:.1f} tokens/s{}{}]\n", g.prompt_tokens, t.context,
              rate(double(g.prompt_tokens), g.prefill_seconds), g.ids.size(), rate(double(g.ids.size()), g.decode_seconds),
-             t.interrupted          ? "; stopped by you"
-             : g.finish == "length" ? "; stopped by --max-tokens"
-                                    : "",
+             t.interrupted                                                 ? "; stopped by you"
+             : g.finish != "length"                                        ? ""
+             : context > 0 && t.context + int64_t(g.ids.size()) >= context ? fmt::format("; the context of {} tokens is full", context)
+                                                                           : "; stopped by --max-tokens",
              experts);
 }
 
@@ -95,11 +113,11 @@ void run(ChatFlags& f) {
   for (const StopId& s : stop_ids(folder, tokenizer)) f.settings.generate.stop_ids.push_back(s.id);
   if (!f.has_system && format == ChatFormat::kimi_linear) f.settings.system = "You are a helpful assistant provided by Moonshot-AI.";
   f.settings.chat.thinking = f.thinking == "on" && format == ChatFormat::xtml;
-  f.settings.session.deterministic = !f.fast;
 
-  OpenedModel opened(folder, config,
-                     {.budget = f.memory, .marks = 1, .context = f.context, .at_once = f.settings.session.prefill_chunk, .deterministic = !f.fast},
-                     f.load);
+  OpenedModel opened(folder, config, wishes(f), f.load);
+  const bool planned = f.load.device == Device::cpu;  // elsewhere memory is not
+  f.settings.session.deterministic = opened.request().deterministic;
+  if (planned) f.settings.context = opened.request().context;
   f.parts.listen(f.settings.session);
   ChatSession chat(opened.model(), tokenizer, f.settings);
 
@@ -126,7 +144,7 @@ void run(ChatFlags& f) {
     const ChatTurn t = ask();
     answering = false;
     screen.end();
-    print_speed(t, opened.report(t.generated.prefill_seconds + t.generated.decode_seconds));
+    print_speed(t, f.settings.context, opened.report(t.generated.prefill_seconds + t.generated.decode_seconds));
     f.parts.print();
   };
   auto next = [&](std::string& line) {
@@ -192,8 +210,9 @@ void add_chat(CLI::App& app) {
   add_dense(*c, f->load);
   add_device(c, f->load);
   c->add_flag("--fast", f->fast, "absorbed attention in decode: a smaller cache, results equal to rounding in place of to the bit");
-  c->add_option("--context", f->context, "tokens of conversation that memory is planned for")->check(CLI::PositiveNumber)->capture_default_str();
-  add_memory_flag(c, f->memory);
+  c->add_option("--context", f->context, "the most tokens of a conversation, which memory is planned for (8192, or fewer where they do not fit)")
+      ->check(CLI::PositiveNumber);
+  add_memory_flags(c, f->memory);
   f->parts.add_flag(c);
   c->callback([f, system, thinking, effort] {
     f->has_system = system->count() > 0, f->wants_thought = thinking->count() + effort->count() > 0;

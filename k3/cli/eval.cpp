@@ -19,11 +19,12 @@ namespace {
 namespace fs = std::filesystem;
 
 struct EvalFlags {
-  std::string model, separator, memory = "auto";
+  std::string model, separator;
   std::vector<std::string> data;
   bool held_out = false, has_separator = false;
   int64_t sequence_length = 0, tokens_at_once = 4096;
   LoadOptions load;
+  MemoryFlags memory;
 };
 
 // The token file of the data, below the temporary folder only as long as it takes to open it.
@@ -64,10 +65,11 @@ void run(const EvalFlags& f) {
                                                            : 2048,
                       .tokens_at_once = f.tokens_at_once};
   OpenedModel opened(folder, config,
-                     {.budget = f.memory,
+                     {.budget = f.memory.budget,
                       .context = std::max(options.tokens_at_once, options.sequence_length),
                       .at_once = std::max(options.tokens_at_once, options.sequence_length),
-                      .loss = true},
+                      .loss = true,
+                      .trust_scales = f.memory.trust_scales},
                      f.load);
   Evaluation e = evaluate(opened.model(), file, documents, tokenizer, options, [&](int64_t done, int64_t of) {
     auto now = std::chrono::steady_clock::now();
@@ -97,7 +99,7 @@ void add_eval(CLI::App& app) {
   c->add_option("--tokens-at-once", f->tokens_at_once, "bounds memory; results are the same")->check(CLI::PositiveNumber)->capture_default_str();
   add_device(c, f->load);
   add_dense(*c, f->load);
-  add_memory_flag(c, f->memory);
+  add_memory_flags(c, f->memory);
   c->callback([f, separator] {
     f->has_separator = separator->count() > 0;
     run(*f);

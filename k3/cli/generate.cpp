@@ -18,12 +18,13 @@ namespace k3 {
 namespace {
 
 struct GenerateFlags {
-  std::string model, prompt, prompt_file, memory = "auto";
+  std::string model, prompt, prompt_file;
   bool has_prompt = false, fast = false, ignore_eos = false;
   int samples = 1;
   int64_t chunk = 256;
   GenerateOptions options;
   LoadOptions load;
+  MemoryFlags memory;
   PartsReport parts;
 };
 
@@ -43,7 +44,11 @@ void run(GenerateFlags& f) {
   if (!f.ignore_eos)
     for (const StopId& s : stop_ids(folder, tokenizer)) f.options.stop_ids.push_back(s.id);
   OpenedModel opened(folder, config,
-                     {.budget = f.memory, .context = int64_t(ids.size()) + f.options.max_tokens, .at_once = f.chunk, .deterministic = !f.fast},
+                     {.budget = f.memory.budget,
+                      .context = int64_t(ids.size()) + f.options.max_tokens,
+                      .at_once = f.chunk,
+                      .deterministic = !f.fast,
+                      .trust_scales = f.memory.trust_scales},
                      f.load);
   bool terminal = isatty(STDERR_FILENO);
   auto rate = [](double n, double seconds) { return seconds > 0 ? n / seconds : 0.0; };
@@ -110,7 +115,7 @@ void add_generate(CLI::App& app) {
   add_dense(*c, f->load);
   c->add_flag("--fast", f->fast, "absorbed attention in decode: a smaller cache, results equal to rounding in place of to the bit");
   add_device(c, f->load);
-  add_memory_flag(c, f->memory);
+  add_memory_flags(c, f->memory);
   f->parts.add_flag(c);
   c->callback([f] { run(*f); });
 }

@@ -11,10 +11,45 @@
 
 namespace k3 {
 
-void add_memory_flag(CLI::App* command, std::string& budget) {
-  command->add_option("--memory", budget, "the most the program may take (8GiB, 500MB, auto); experts beyond it are read from disk when wanted")
+void add_memory_flags(CLI::App* command, MemoryFlags& flags) {
+  command->add_option("--memory", flags.budget, "the most the program may take (8GiB, 500MB, auto); experts beyond it are read from disk when wanted")
       ->capture_default_str();
+  command->add_flag("--trust-scales", flags.trust_scales,
+                    "do not read all scales of experts on disk (1/17 of them) before the first token: a damaged one is then found when it is used");
 }
+
+namespace {
+
+// What goes on, to standard error: at most once a second on a terminal, each ten seconds elsewhere.
+class Progress {
+ public:
+  explicit Progress(const char* what) : what_(what) {}
+  void operator()(uint64_t done, uint64_t total) {
+    const auto now = Clock::now();
+    if (now - last_ < std::chrono::seconds(terminal_ ? 1 : 10) && !(shown_ && done == total)) return;
+    last_ = now, shown_ = true;
+    const double rate = double(done) / std::chrono::duration<double>(now - start_).count();
+    fmt::print(stderr, "{}{}: {:.0f} % of {}, {:.2f} GB/s, {:.0f} s left{}", terminal_ ? "\r\033[K" : "", what_, 100.0 * double(done) / double(total),
+               size_text(double(total)), rate * 1e-9, double(total - done) / rate, terminal_ && done < total ? "" : "\n");
+  }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  const char* what_;
+  const bool terminal_ = isatty(STDERR_FILENO);
+  const Clock::time_point start_ = Clock::now();
+  Clock::time_point last_ = start_;
+  bool shown_ = false;
+};
+
+// The request that was chosen is not the first: what it is, and why.
+std::string choice_text(const Model& model, const MemoryRequest& first, const MemoryRequest& chosen) {
+  return fmt::format("context: {} tokens{}; {}{} would take {} (--context and --fast choose otherwise)\n", chosen.context,
+                     chosen.deterministic ? "" : " with absorbed attention, whose results are equal to rounding", first.context,
+                     first.deterministic && !chosen.deterministic ? " in the exact form" : "", size_text(double(state_bytes(model, first))));
+}
+
+}  // namespace
 
 void PartsReport::add_flag(CLI::App* command) {
   command->add_flag("--parts", wanted_, "after an answer: time and bytes of a token by part of the model, beside a plain read of memory");
@@ -26,17 +61,20 @@ void PartsReport::print() {
   fmt::print(stderr, "[a token, of {}; a plain read makes {:.1f} GB/s]\n{}", clock_.steps(), limit * 1e-9, part_table(clock_, limit));
 }
 
-OpenedModel::OpenedModel(const std::string& folder, Config config, MemoryRequest request, const LoadOptions& options)
-    : snapshot_(folder), model_(std::move(config)) {
+OpenedModel::OpenedModel(const std::string& folder, Config config, std::vector<MemoryRequest> wishes, const LoadOptions& options)
+    : snapshot_(folder), model_(std::move(config)), request_(wishes.at(0)) {
   if (options.device == Device::cuda) {
-    K3_CHECK(request.budget == "auto", "[memory] experts are read from disk on the CPU only; leave out --memory or --device cuda");
+    K3_CHECK(request_.budget == "auto", "[memory] experts are read from disk on the CPU only; leave out --memory or --device cuda");
     load(model_, snapshot_, options);
     return;
   }
-  request.load = options;
+  for (MemoryRequest& r : wishes) r.load = options;
   const std::vector<StoredParam> found = find_parameters(model_, snapshot_);
+  snapshot_.check_written();
   if (model_.config().num_experts) cache_ = std::make_unique<ExpertCache>(model_, snapshot_, found);
-  plan_ = plan_memory(model_, found, cache_.get(), request);
+  size_t chosen = 0;
+  plan_ = plan_memory(model_, found, cache_.get(), wishes, chosen);
+  request_ = wishes[chosen];
   if (plan_.fits()) {
     cache_.reset();
   } else {
@@ -47,8 +85,9 @@ OpenedModel::OpenedModel(const std::string& folder, Config config, MemoryRequest
     plan_.memory_rate = memory_read_rate(std::clamp<uint64_t>(plan_.resident, 32 << 20, 512 << 20));
     seen_ = cache_->counts();
   }
-  const bool terminal = isatty(STDERR_FILENO);
-  if (!plan_.fits() || plan_.total() > (uint64_t(1) << 30) || request.budget != "auto") fmt::print(stderr, "{}", plan_.text());
+  if (chosen > 0) fmt::print(stderr, "{}", choice_text(model_, wishes[0], request_));
+  if (!plan_.fits() || plan_.total() > (uint64_t(1) << 30) || request_.budget != "auto") fmt::print(stderr, "{}", plan_.text());
+  if (cache_ && !request_.trust_scales) cache_->check_scales(Progress("checking the scales of experts"));
   load(model_, snapshot_, options);
   std::vector<Tensor> mapped;
   size_t next = 0;
@@ -58,17 +97,8 @@ OpenedModel::OpenedModel(const std::string& folder, Config config, MemoryRequest
     if (at.value && p.value.has_data() && snapshot_.view(*at.value).data() == p.value.data()) mapped.push_back(p.value);
     if (at.scale && p.scale.has_data() && snapshot_.view(*at.scale).data() == p.scale.data()) mapped.push_back(p.scale);
   }
-  const auto start = std::chrono::steady_clock::now();
-  auto last = start;
-  bool shown = false;
-  auto seconds = [](auto since) { return std::chrono::duration<double>(std::chrono::steady_clock::now() - since).count(); };
-  read_in(mapped, [&](uint64_t done, uint64_t total) {
-    if (seconds(last) < (terminal ? 1 : 10) && !(shown && done == total)) return;
-    last = std::chrono::steady_clock::now(), shown = true;
-    const double rate = double(done) / seconds(start);
-    fmt::print(stderr, "{}loading: {:.0f} % of {}, {:.2f} GB/s, {:.0f} s left{}", terminal ? "\r\033[K" : "", 100.0 * double(done) / double(total),
-               size_text(double(total)), rate * 1e-9, double(total - done) / rate, terminal && done < total ? "" : "\n");
-  });
+  read_in(mapped, Progress("loading"));
+  check_all_scales(model_, snapshot_, found);
 }
 
 std::string OpenedModel::report(double seconds) {

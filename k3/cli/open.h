@@ -11,7 +11,11 @@
 
 namespace k3 {
 
-void add_memory_flag(CLI::App* command, std::string& budget);  // --memory SIZE|auto
+struct MemoryFlags {
+  std::string budget = "auto";
+  bool trust_scales = false;
+};
+void add_memory_flags(CLI::App* command, MemoryFlags& flags);  // --memory SIZE|auto, --trust-scales
 
 // --parts: after an answer, what a token of it read and how fast, part by part, beside a plain read of memory.
 class PartsReport {
@@ -31,10 +35,14 @@ class PartsReport {
 class OpenedModel {
  public:
   // Checks every header, prints the plan, then reads the resident weights, with progress; all to standard error.
-  OpenedModel(const std::string& folder, Config config, MemoryRequest request, const LoadOptions& options = {});
+  OpenedModel(const std::string& folder, Config config, MemoryRequest request, const LoadOptions& options = {})
+      : OpenedModel(folder, std::move(config), std::vector<MemoryRequest>{std::move(request)}, options) {}
+  // Of several requests the first that has room (plan_memory); request() says which.
+  OpenedModel(const std::string& folder, Config config, std::vector<MemoryRequest> wishes, const LoadOptions& options = {});
   Model& model() { return model_; }
   const Snapshot& snapshot() const { return snapshot_; }
   const MemoryPlan& plan() const { return plan_; }
+  const MemoryRequest& request() const { return request_; }
 
   // What happened since the last call, if experts were read: " | disk 12.3 GB, 41.0 % hits, waited 80 % for the disk". `seconds`: of what.
   std::string report(double seconds);
@@ -44,6 +52,7 @@ class OpenedModel {
   Snapshot snapshot_;
   Model model_;
   std::unique_ptr<ExpertCache> cache_;
+  MemoryRequest request_;
   MemoryPlan plan_;
   ExpertCache::Counts seen_;
 };

@@ -14,10 +14,11 @@ namespace k3 {
 namespace {
 
 struct VerifyFlags {
-  std::string model, golden, gradients_file, record, memory = "auto";
+  std::string model, golden, gradients_file, record;
   bool gradients = false;
   ParityOptions options;
   LoadOptions load;
+  MemoryFlags memory;
 };
 
 int print(const ParityReport& report) {
@@ -42,8 +43,12 @@ void run(const VerifyFlags& f) {
   Snapshot recording(golden);
   const StoredTensor* ids = recording.find("input_ids");
   K3_CHECK(ids && ids->shape.rank == 2, "[verify] {} has no input_ids of rows and tokens", golden);
-  MemoryRequest memory{.budget = f.memory, .sequences = ids->shape[0], .context = ids->shape[1], .at_once = ids->shape.size()};
-  K3_CHECK(!f.gradients || f.memory == "auto", "[verify] gradients need every weight in float32; leave out --memory");
+  MemoryRequest memory{.budget = f.memory.budget,
+                       .sequences = ids->shape[0],
+                       .context = ids->shape[1],
+                       .at_once = ids->shape.size(),
+                       .trust_scales = f.memory.trust_scales};
+  K3_CHECK(!f.gradients || f.memory.budget == "auto", "[verify] gradients need every weight in float32; leave out --memory");
   std::unique_ptr<OpenedModel> opened;
   std::unique_ptr<Model> trained;
   if (f.gradients) {
@@ -97,7 +102,7 @@ void add_verify(CLI::App& app) {
   auto* record = c->add_option("--record", f->record, "write what this program computes for the recorded input_ids, and stop");
   for (CLI::Option* unused : {gradients, rtol, force}) record->excludes(unused);
   add_device(c, f->load);
-  add_memory_flag(c, f->memory);
+  add_memory_flags(c, f->memory);
   add_dense(*c, f->load);
   c->callback([f] {
     f->load.for_training = f->gradients;

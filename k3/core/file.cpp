@@ -95,6 +95,14 @@ std::string read_file(const std::string& path) {
   return std::string(f.text());
 }
 
+uint64_t first_hole(const std::string& path, uint64_t at) {
+  const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+  K3_CHECK(fd >= 0, "[file] cannot open {}: {}", path, std::strerror(errno));
+  const off_t size = lseek(fd, 0, SEEK_END), hole = lseek(fd, off_t(at), SEEK_HOLE);
+  close(fd);
+  return uint64_t(hole < 0 ? size : hole);
+}
+
 AtomicFile::AtomicFile(const std::string& path) : path_(path), temporary_(path + ".part") {
   fd_ = open(temporary_.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644);
   K3_CHECK(fd_ >= 0, "[file] cannot write {}: {}", path, std::strerror(errno));

@@ -32,6 +32,10 @@ void explain_lost_pages();
 
 std::string read_file(const std::string& path);
 
+// Where from `at` on nothing was ever written to a file, so that it reads as zeros and takes no space: the hole's first byte; the file's size when
+// there is none, or the file system cannot say.
+uint64_t first_hole(const std::string& path, uint64_t at);
+
 // Writes to a temporary beside `path`, flushes it to the disk, then renames: `path` holds the old bytes or the new ones, never a mix.
 // A full disk is an Error that says how much was wanted, and leaves nothing behind.
 class AtomicFile {

@@ -1,5 +1,7 @@
 #include "k3/infer/chat_session.h"
 
+#include <algorithm>
+
 #include "k3/core/error.h"
 
 namespace k3 {
@@ -71,6 +73,17 @@ ChatTurn ChatSession::answer(const OnDelta& on_delta, const OnRead& on_read) {
     tell(parser->add({&id, 1}));
     return !turn.interrupted;
   };
+  if (settings_.context > 0) {
+    const int64_t room = settings_.context - int64_t(ids_.size());
+    if (room < 1) {
+      const size_t tokens = ids_.size();
+      has_turn_ = false;
+      take_back(turn_);
+      fail("[chat] with this question the conversation has {} tokens, and there is room for {}: /reset forgets it, --context makes more room", tokens,
+           settings_.context);
+    }
+    options.max_tokens = std::min(options.max_tokens, room);
+  }
   const std::vector<int32_t> unread(ids_.begin() + session_.tokens(), ids_.end());
   has_turn_ = false;
   try {

@@ -22,6 +22,7 @@ struct ChatSettings {
   ChatOptions chat;
   std::string system;        // said first, if not empty
   GenerateOptions generate;  // on_id is this session's own
+  int64_t context = 0;       // the most tokens of the conversation; 0: no limit. An answer ends there; a question beyond it is an Error
   SessionOptions session;
 };
 

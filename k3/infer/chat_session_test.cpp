@@ -147,5 +147,72 @@ TEST(chat_session, before_the_first_question_there_is_nothing_to_change) {
   EXPECT_THAT([&] { chat.regenerate(ignore); }, throws_error("no answer to give again"));
 }
 
+TEST(chat_session, the_context_that_was_planned_for_is_not_exceeded) {
+  Small m;
+  m.write_ascii();
+  ChatSession free = m.session();
+  const int64_t asked = free.ask("Hello", ignore).context;
+  m.settings.context = asked + 5;
+  ChatSession chat = m.session();
+  const ChatTurn t = chat.ask("Hello", ignore);
+  EXPECT_EQ(t.generated.ids.size(), 5u);
+  EXPECT_EQ(t.generated.finish, "length");
+  const std::vector<int32_t> ids = chat.ids();
+  EXPECT_THAT([&] { chat.ask("And more", ignore); }, throws_error(fmt::format("and there is room for {}: /reset forgets it", asked + 5)));
+  EXPECT_EQ(chat.ids(), ids);  // the question that was too much is taken back
+  chat.reset();
+  EXPECT_EQ(chat.ask("Hello", ignore).generated.ids, t.generated.ids);
+}
+
+// Whatever a model writes, tag by tag or torn: what was shown piece by piece is the whole answer, and no marker is in it.
+TEST(chat_session, the_streamed_answer_is_the_whole_answer_and_shows_no_marker) {
+  for (bool k3 : {true, false})
+    for (bool thinking : {true, false}) {
+      Small m(k3);
+      m.settings.chat.thinking = thinking && k3;
+      m.settings.generate.max_tokens = 60;
+      std::vector<std::string> markers;
+      std::vector<int32_t> likely;  // tags and their names come often, so that parts open and close
+      for (const char* name :
+           {"<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>", "<|im_end|>", "<|tool_calls_section_begin|>", "<|tool_call_begin|>"})
+        if (auto id = m.tokenizer.special(name)) likely.push_back(*id), markers.push_back(name);
+      for (Param& p : m.model->params().all())
+        if (p.name == "lm_head.weight")
+          for (int32_t id : likely)
+            for (int64_t i = 0; i < p.shape[1]; ++i) p.value.f32()[id * p.shape[1] + i] *= 3;
+      int64_t ended = 0, shown = 0;
+      for (uint64_t seed = 0; seed < 40; ++seed) {
+        m.settings.generate.sample.seed = seed;
+        ChatSession chat = m.session();
+        Reply joined;
+        const ChatTurn t = chat.ask("Hello", [&](const Reply& delta) { return joined += delta, true; });
+        auto parser = reply_parser(m.tokenizer, m.settings.chat.thinking);
+        std::vector<int32_t> ids = t.generated.ids;
+        if (t.generated.end >= 0) ids.push_back(t.generated.end), ++ended;
+        Reply whole = parser->add(ids);
+        whole += parser->finish();
+        EXPECT_EQ(joined.content, whole.content);
+        EXPECT_EQ(joined.reasoning, whole.reasoning);
+        ASSERT_EQ(joined.calls.size(), whole.calls.size());
+        std::string all = joined.content + joined.reasoning;
+        for (size_t i = 0; i < whole.calls.size(); ++i) {
+          EXPECT_EQ(joined.calls[i].arguments, whole.calls[i].arguments);
+          all += joined.calls[i].name + joined.calls[i].arguments;
+        }
+        for (const std::string& marker : markers) EXPECT_EQ(all.find(marker), all.npos) << all;
+        shown += !all.empty();
+        // generate: the text as it comes, the text at the end, and the ids are one
+        Session session(*m.model, {});
+        std::string text;
+        GenerateOptions o = m.settings.generate;
+        const Generated g = generate(session, m.tokenizer, std::vector<int32_t>{65, 66}, o, [&](const std::string& s) { return text += s, true; });
+        EXPECT_EQ(text, g.text);
+        for (const std::string& marker : markers) EXPECT_EQ(text.find(marker), text.npos) << text;
+      }
+      EXPECT_GT(shown, 10);
+      if (k3) { EXPECT_GT(ended, 3); }
+    }
+}
+
 }  // namespace
 }  // namespace k3

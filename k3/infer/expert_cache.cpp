@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cassert>
 #include <cerrno>
 #include <chrono>
@@ -89,7 +90,7 @@ ExpertCache::ExpertCache(Model& model, const Snapshot& snapshot, const std::vect
     if (!is_routed_expert(p.name)) continue;
     stored.emplace(&p, at);
     for (const StoredTensor* t : {at.value, at.scale})
-      if (t && files.emplace(snapshot.file_of(*t), uint32_t(files_.size())).second) files_.push_back({snapshot.file_of(*t)});
+      if (t && files.emplace(snapshot.file_of(*t), uint32_t(files_.size())).second) files_.push_back({snapshot.file_of(*t), t->shard});
   }
   for (File& f : files_) {
     f.fd = open(f.path.c_str(), O_RDONLY | O_CLOEXEC);
@@ -318,6 +319,51 @@ double ExpertCache::fill(uint64_t bytes) {
   return seconds_since(start);
 }
 
+void ExpertCache::check_scales(const std::function<void(uint64_t, uint64_t)>& progress) const {
+  struct Piece {
+    const StoredTensor* tensor;
+    const File* file;
+  };
+  std::map<uint32_t, const File*> file_of_shard;
+  for (const File& f : files_) file_of_shard[f.shard] = &f;
+  std::vector<Piece> pieces;
+  uint64_t total = 0, largest = 0;
+  for (const Expert& e : experts_)
+    for (const StoredParam& p : e.stored)
+      if (p.scale) {
+        pieces.push_back({p.scale, file_of_shard.at(p.scale->shard)});
+        total += p.scale->bytes, largest = std::max(largest, p.scale->bytes);
+      }
+  std::sort(pieces.begin(), pieces.end(),
+            [](const Piece& a, const Piece& b) { return std::pair(a.file, a.tensor->offset) < std::pair(b.file, b.tensor->offset); });
+  std::atomic<size_t> next{0};
+  std::atomic<uint64_t> done{0};
+  std::vector<std::string> faults(pieces.size());
+  std::atomic<bool> stop{false};
+  auto work = [&](bool tell) {
+    Buffer memory(largest + 2 * kPage);  // buffers begin on a page
+    for (size_t i; !stop && (i = next++) < pieces.size();) {
+      const auto [t, file] = pieces[i];
+      const uint64_t from = file->data + t->offset;
+      try {
+        const char* p = read_run(*file, from, t->bytes, memory.data() + from % kPage, {t});
+        if (const void* bad = std::memchr(p, 255, t->bytes))
+          fail("[experts] {} in {} holds 255 (not a number) at {}; the file is damaged, download it again", t->name, file->path,
+               static_cast<const char*>(bad) - p);
+      } catch (const Error& e) { faults[i] = e.what(), stop = true; }
+      done += t->bytes;
+      if (tell && progress) progress(done, total);
+    }
+  };
+  std::vector<std::thread> threads;
+  for (int i = 0; i < 7; ++i) threads.emplace_back(work, false);
+  work(true);
+  for (std::thread& t : threads) t.join();
+  for (const std::string& f : faults)
+    if (!f.empty()) throw Error(f);
+  if (progress) progress(total, total);
+}
+
 ExpertCache::Counts ExpertCache::counts() const {
   std::lock_guard lock(mutex_);
   return counts_;
@@ -349,33 +395,36 @@ void ExpertCache::read_loop() {
   }
 }
 
+// `bytes` from `from` on, to `to`, which lies as far into a page as `from` does; what shares its pages comes along. An Error names the first of
+// `tensors` (in the order of the file) that is not there in full.
+const char* ExpertCache::read_run(const File& f, uint64_t from, uint64_t bytes, char* to, std::initializer_list<const StoredTensor*> tensors) const {
+  const uint64_t lead = direct_ ? from % kPage : 0, first = from - lead, least = lead + bytes;
+  const uint64_t size = direct_ ? (least + kPage - 1) / kPage * kPage : least;
+  for (uint64_t got = 0; got < least;) {
+    const ssize_t n = pread(direct_ ? f.direct : f.fd, to - lead + got, size - got, off_t(first + got));
+    if (n < 0 && errno == EINTR) continue;
+    if (n > 0) {
+      got += uint64_t(n);
+      continue;
+    }
+    const int problem = errno;
+    const StoredTensor* at = nullptr;
+    for (const StoredTensor* t : tensors)
+      if (t && f.data + t->offset + t->bytes > first + got && (!at || t->offset < at->offset)) at = t;
+    const std::string name = at ? at->name : "an expert";
+    K3_CHECK(n == 0, "[experts] reading {} from {} failed at byte {}: {}", name, f.path, first + got, std::strerror(problem));
+    struct stat now {};
+    const int64_t end = fstat(f.fd, &now) == 0 ? int64_t(now.st_size) : int64_t(first + got);
+    fail("[experts] {} ends at byte {}, before the end of {}; it was cut after it was opened, download it again", f.path, end, name);
+  }
+  return to;
+}
+
 uint64_t ExpertCache::read(const Expert& e, char* slot) const {
   uint64_t total = 0;
   for (const Run& run : e.runs) {
-    const File& f = files_[run.file];
-    const uint64_t lead = direct_ ? run.from % kPage : 0, from = run.from - lead, least = lead + run.bytes;
-    const uint64_t size = direct_ ? (least + kPage - 1) / kPage * kPage : least;
-    char* to = slot + run.at - lead;
-    for (uint64_t got = 0; got < least;) {
-      const ssize_t n = pread(direct_ ? f.direct : f.fd, to + got, size - got, off_t(from + got));
-      if (n < 0 && errno == EINTR) continue;
-      if (n > 0) {
-        got += uint64_t(n);
-        continue;
-      }
-      const int problem = errno;
-      const StoredTensor* at = nullptr;  // the first that is not there in full
-      for (const StoredParam& p : e.stored)
-        for (const StoredTensor* t : {p.value, p.scale})
-          if (t && (!at || t->offset < at->offset)) at = t;
-      for (const StoredParam& p : e.stored)
-        for (const StoredTensor* t : {p.value, p.scale})
-          if (t && t->offset > at->offset && t->offset - at->offset + run.from <= from + got) at = t;
-      K3_CHECK(n == 0, "[experts] reading {} from {} failed at byte {}: {}", at->name, f.path, from + got, std::strerror(problem));
-      struct stat now {};
-      const int64_t end = fstat(f.fd, &now) == 0 ? int64_t(now.st_size) : int64_t(from + got);
-      fail("[experts] {} ends at byte {}, before the end of {}; it was cut after it was opened, download it again", f.path, end, at->name);
-    }
+    const auto& [a, b, c] = e.stored;
+    read_run(files_[run.file], run.from, run.bytes, slot + run.at, {a.value, a.scale, b.value, b.scale, c.value, c.scale});
     total += run.bytes;
   }
   for (int i = 0; i < 3; ++i)

@@ -189,5 +189,59 @@ TEST(expert_cache, a_step_that_was_given_up_leaves_nothing_behind) {
   steps.run(0, {0, 15});
 }
 
+TEST(expert_cache, a_scale_that_is_no_number_is_found_before_the_first_token_too) {
+  Files files(true);
+  Opened part(files, 4);
+  uint64_t last = 0, all = 0;
+  part.cache->check_scales([&](uint64_t done, uint64_t total) { last = done, all = total; });
+  EXPECT_EQ(last, all);
+  EXPECT_EQ(all, 8u * 16 * 3 * 32);  // bytes: one for 32 weights of 32 x 32
+  const StoredTensor* t = part.snapshot.find("language_model.model.layers.6.block_sparse_moe.experts.15.w2.weight_scale");
+  const std::string file = part.snapshot.file_of(*t);
+  std::FILE* f = std::fopen(file.c_str(), "r+b");
+  std::fseek(f, long(place_of(file, *t)) + 31, SEEK_SET);
+  std::fputc(255, f);
+  std::fclose(f);
+  EXPECT_THAT([&] { part.cache->check_scales(); },
+              throws_error("layers.6.block_sparse_moe.experts.15.w2.weight_scale in " + file + " holds 255 (not a number) at 31"));
+}
+
+TEST(expert_cache, all_scales_of_a_model_in_memory_are_looked_at) {
+  Files files(true);
+  Opened whole(files, 0);
+  const auto found = find_parameters(whole.model, whole.snapshot);
+  check_all_scales(whole.model, whole.snapshot, found);
+  for (const Param& p : whole.model.params().all()) EXPECT_EQ(p.scales_checked, !p.scale.empty()) << p.name;
+  Opened damaged(files, 0);
+  const StoredTensor* t = damaged.snapshot.find("language_model.model.layers.8.block_sparse_moe.experts.0.w1.weight_scale");
+  const std::string file = damaged.snapshot.file_of(*t);
+  std::FILE* f = std::fopen(file.c_str(), "r+b");
+  std::fseek(f, long(place_of(file, *t)), SEEK_SET);
+  std::fputc(255, f);
+  std::fclose(f);
+  EXPECT_THAT([&] { check_all_scales(damaged.model, damaged.snapshot, found); },
+              throws_error("layers.8.block_sparse_moe.experts.0.w1.weight_scale in " + file + " holds 255 (not a number) at 0"));
+}
+
+// Tokens that repeat about half of their experts, as texts do: each further slot may only save reads.
+TEST(expert_cache, a_bigger_cache_never_reads_more) {
+  auto bytes = [](int64_t slots) {
+    Steps steps(slots, true);
+    for (int token = 0; token < 60; ++token)
+      for (size_t l = 0; l < 8; ++l) {
+        std::vector<int32_t> wanted = {int32_t(Rng{5, l}.below(4, uint64_t(token / 3))), int32_t(4 + Rng{6, l}.below(4, uint64_t(token / 3))),
+                                       int32_t(8 + Rng{7, l}.below(4, uint64_t(token))), int32_t(12 + Rng{8, l}.below(4, uint64_t(token)))};
+        steps.run(l, wanted);
+      }
+    return double(steps.part.cache->counts().bytes);
+  };
+  double before = 1e300;
+  for (int64_t slots : {4, 8, 16, 24, 32, 48, 64, 96, 128}) {
+    const double now = bytes(slots);
+    EXPECT_LE(now, 1.02 * before) << slots << " slots";  // what is read ahead depends a little on when reads end
+    before = now;
+  }
+}
+
 }  // namespace
 }  // namespace k3

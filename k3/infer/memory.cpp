@@ -7,12 +7,14 @@
 #include <filesystem>
 #include <fstream>
 #include <limits>
+#include <optional>
 #include <sstream>
 
 #include "k3/core/error.h"
 #include "k3/core/file.h"
 #include "k3/core/plain_read.h"
 #include "k3/model/loading.h"
+#include "k3/ops/attention/cache.h"
 #include "k3/ops/loss/loss.h"
 
 namespace k3 {
@@ -98,12 +100,42 @@ double memory_read_rate(uint64_t bytes) {
   return std::max(first, plain.rate());
 }
 
+uint64_t state_bytes(const Model& model, const MemoryRequest& r) {
+  if (r.loss) return 0;
+  const ModelState state = model.new_state(r.sequences, Device::null, r.deterministic);
+  const int64_t block = TokenCache::kBlockTokens, tokens = (r.context + block - 1) / block * block;
+  return uint64_t((r.sequences + r.marks) * state.bytes_per_slot() + r.sequences * tokens * state.bytes_per_token());
+}
+
+MemoryPlan plan_memory(Model& model, const std::vector<StoredParam>& found, const ExpertCache* cache, std::span<const MemoryRequest> wishes,
+                       size_t& chosen) {
+  std::vector<std::optional<MemoryPlan>> plans;
+  std::string fault;
+  for (size_t i = 0; i < wishes.size(); ++i) {
+    plans.emplace_back();
+    try {
+      plans.back() = plan_memory(model, found, cache, wishes[i]);
+    } catch (const Error& e) {
+      fault = e.what();
+      continue;
+    }
+    const MemoryPlan& p = *plans.back();
+    chosen = i;
+    if (p.fits() || wishes.size() == 1 || p.states <= (p.budget - (p.fixed() - p.states)) / 4) return p;
+  }
+  for (chosen = 0; chosen < plans.size(); ++chosen)
+    if (plans[chosen]) return *plans[chosen];
+  throw Error(fault);
+}
+
 MemoryPlan plan_memory(Model& model, const std::vector<StoredParam>& found, const ExpertCache* cache, const MemoryRequest& r) {
   MemoryPlan plan;
   const Config& c = model.config();
   plan.automatic = r.budget == "auto";
   plan.program = resident_memory();
   const uint64_t available = available_memory();
+  plan.available = plan.program + available;
+  plan.context = r.loss ? 0 : r.context * r.sequences, plan.deterministic = r.deterministic;
   plan.budget = plan.automatic ? plan.program + uint64_t(double(available) * (1 - kHeadroom)) : parse_size(r.budget);
   size_t next = 0;
   uint64_t expert_bytes = 0;
@@ -116,11 +148,7 @@ MemoryPlan plan_memory(Model& model, const std::vector<StoredParam>& found, cons
     else
       plan.resident += resident(p, at, r.load);
   }
-  if (!r.loss) {
-    const ModelState state = model.new_state(r.sequences, Device::null, r.deterministic);
-    const int64_t block = 128, tokens = (r.context + block - 1) / block * block;
-    plan.states = uint64_t((r.sequences + r.marks) * state.bytes_per_slot() + r.sequences * tokens * state.bytes_per_token());
-  }
+  plan.states = state_bytes(model, r);
   plan.scratch = scratch_of(model, found, r);
   if (cache) {
     plan.experts = cache->experts(), plan.expert = cache->slot_bytes(), plan.top_k = c.num_experts_per_token;
@@ -149,15 +177,22 @@ double MemoryPlan::seconds_a_token() const {
 std::string MemoryPlan::text() const {
   auto size = [](uint64_t n) { return size_text(double(n)); };
   const std::string limit = fmt::format("{}{}", size(budget), automatic ? " (auto: what is available here, less a tenth)" : "");
+  const std::string beyond = total() <= available
+                                 ? ""
+                                 : fmt::format(
+                                       "  warning: that is more than the {} available here; pages will be pushed out and read again from the disk. "
+                                       "--memory auto would take {}\n",
+                                       size(available), size(program + uint64_t(double(available - program) * (1 - kHeadroom))));
+  const std::string tokens = context ? fmt::format(" of {} tokens{}", context, deterministic ? "" : " (absorbed)") : "";
   if (fits())
-    return fmt::format("memory: {} of {}: weights {}, states {}, scratch {}; everything stays in memory\n", size(total()), limit,
-                       size(resident + embedding + uint64_t(slots) * expert), size(states), size(scratch));
+    return fmt::format("memory: {} of {}: weights {}, states{} {}, scratch {}; everything stays in memory\n{}", size(total()), limit,
+                       size(resident + embedding + uint64_t(slots) * expert), tokens, size(states), size(scratch), beyond);
   std::string t = fmt::format("memory plan, budget {}\n", limit);
   auto line = [&](const char* what, uint64_t bytes, const std::string& note) { t += fmt::format("  {:<18}{:>10}  {}\n", what, size(bytes), note); };
   line("program", program, "now, with the snapshot's index");
   line("resident", resident, "attention, router, shared and dense weights, head");
   line("embedding", embedding, "the rows that are read");
-  line("states", states, "of the context asked for");
+  line("states", states, tokens.empty() ? "none" : tokens.substr(1));
   line("scratch", scratch, "of a step");
   line("experts in memory", uint64_t(slots) * expert, fmt::format("{} of {}, {} each", slots, experts, size(expert)));
   line("together", total(), "");
@@ -167,7 +202,7 @@ std::string MemoryPlan::text() const {
         "  estimate: {:.3g} tokens/s in decode, if all experts were equally likely ({:.1f} % in memory); measured: memory {:.1f} GB/s, disk {:.2f} "
         "GB/s\n",
         1 / seconds_a_token(), 100.0 * double(slots) / double(experts), memory_rate * 1e-9, disk_rate * 1e-9);
-  return t;
+  return t + beyond;
 }
 
 }  // namespace k3

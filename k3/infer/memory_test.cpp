@@ -126,5 +126,45 @@ TEST(memory, a_long_prompt_needs_no_more_scratch_than_a_short_one) {
   EXPECT_LE(scratch(20000), 1.05 * scratch(200));
 }
 
+// K3 takes 2.4 MB a token in the exact form: a conversation gets what there is good room for, and the plan says what that is.
+TEST(memory, of_several_wishes_the_first_with_good_room_is_planned) {
+  Saved s(testing::tiny_k3());
+  std::vector<MemoryRequest> wishes;
+  for (bool deterministic : {true, false})
+    for (int64_t context : {8192, 4096}) wishes.push_back({.budget = "8GiB", .marks = 1, .context = context, .deterministic = deterministic});
+  auto choose = [&](uint64_t budget) {
+    for (MemoryRequest& w : wishes) w.budget = std::to_string(budget);
+    size_t chosen = 99;
+    const MemoryPlan plan = plan_memory(*s.model, s.found, s.cache.get(), wishes, chosen);
+    EXPECT_EQ(plan.context, wishes[chosen].context);
+    EXPECT_EQ(plan.states, state_bytes(*s.model, wishes[chosen]));
+    EXPECT_THAT(plan.text(), ::testing::HasSubstr(fmt::format("of {} tokens{}", plan.context, plan.deterministic ? "" : " (absorbed)")));
+    return chosen;
+  };
+  EXPECT_EQ(choose(uint64_t(8) << 30), 0u);
+  std::vector<MemoryPlan> plans;
+  for (const MemoryRequest& w : wishes) plans.push_back(s.plan(w));
+  // room for all weights, but the states of a wish would take more than a quarter of what they share with the experts: the next one's turn
+  const uint64_t scarce = plans[1].fixed() + 40 * plans[1].expert;
+  EXPECT_GT(plans[0].fixed(), scarce);
+  EXPECT_GT(plans[1].states, (scarce - (plans[1].fixed() - plans[1].states)) / 4);
+  EXPECT_GE(choose(scarce), 2u);
+  // no wish has good room: the first that works at all; then none works
+  const MemoryPlan& least = plans[3];
+  EXPECT_EQ(choose(least.fixed() + 8 * least.expert + (uint64_t(1) << 20)), 3u);
+  for (MemoryRequest& w : wishes) w.budget = "1MB";
+  size_t chosen = 0;
+  EXPECT_THAT([&] { plan_memory(*s.model, s.found, s.cache.get(), wishes, chosen); }, throws_error("for states of 4096 tokens"));
+}
+
+TEST(memory, a_budget_beyond_what_is_there_is_warned_about_when_it_would_be_used) {
+  MemoryPlan p{.budget = 100, .available = 50, .program = 10, .resident = 30, .slots = 0};
+  EXPECT_EQ(p.text().find("warning"), std::string::npos);
+  p.states = 20;
+  EXPECT_THAT(p.text(), ::testing::HasSubstr("more than the 0.1 kB available here"));
+  p.experts = 4, p.slots = 1, p.expert = 5;
+  EXPECT_THAT(p.text(), ::testing::HasSubstr("--memory auto would take"));
+}
+
 }  // namespace
 }  // namespace k3

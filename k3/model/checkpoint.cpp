@@ -226,6 +226,7 @@ LoadedForm loaded_form(const Param& p, const StoredParam& at, const LoadOptions&
 
 void load(Model& model, const Snapshot& snapshot, const LoadOptions& options) {
   K3_CHECK(!options.for_training || options.dense == Dense::as_stored, "[checkpoint] training takes weights as they are stored, not made narrow");
+  snapshot.check_written();
   ParamSet& set = model.params();
   const std::vector<StoredParam> found = find_parameters(model, snapshot);
   std::unordered_set<const Param*> sourced;  // experts that a source brings when they are wanted

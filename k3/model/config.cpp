@@ -182,6 +182,18 @@ void read_layer_types(Config& c, const json& types) {
   c.kda_layers = kda, c.full_attn_layers = full;
 }
 
+// Which layers have experts follows from first_k_dense_replace and moe_layer_freq; a file that has this list too must say the same.
+void check_mlp_layer_types(const Config& c, const json& types) {
+  if (c.moe_layer_freq <= 0) return;  // refused by finish()
+  K3_CHECK(int64_t(types.size()) == c.num_hidden_layers, "[config] mlp_layer_types names {} layers, but num_hidden_layers is {}", types.size(),
+           c.num_hidden_layers);
+  for (int64_t l = 0; l < c.num_hidden_layers; ++l) {
+    const char* want = c.is_moe(l) ? "sparse" : "dense";
+    K3_CHECK(types[size_t(l)] == want, "[config] mlp_layer_types[{}] is {}, but first_k_dense_replace {} and moe_layer_freq {} make that layer {}", l,
+             types[size_t(l)].dump(), c.first_k_dense_replace, c.moe_layer_freq, want);
+  }
+}
+
 Config parsed(const json& top) {
   K3_CHECK(top.is_object(), "[config] the file holds no JSON object");
   Config c;
@@ -199,6 +211,7 @@ Config parsed(const json& top) {
     if (object.contains("rope_scaling") && !object["rope_scaling"].is_null())
       K3_CHECK(c.mla_use_nope, "[config] rope_scaling is {}, but only null is known where mla_use_nope is false", object["rope_scaling"].dump());
     if (object.contains("layer_types") && object["layer_types"].is_array()) read_layer_types(c, object["layer_types"]);
+    if (object.contains("mlp_layer_types") && object["mlp_layer_types"].is_array()) check_mlp_layer_types(c, object["mlp_layer_types"]);
     if (object.contains("attention_bias"))
       K3_CHECK(object["attention_bias"].is_null() || object["attention_bias"] == false,
                "[config] attention_bias is {}, but this family's projections have no bias", object["attention_bias"].dump());
@@ -242,7 +255,11 @@ Config Config::parse(const json& top) {
   } catch (const json::exception& e) { fail("[config] a value of the wrong kind: {}", e.what()); }
 }
 
-Config Config::load(const std::string& path) { return parse(read_config_file(path)); }
+Config Config::load(const std::string& path) {
+  json j = read_config_file(path);
+  j.erase("train");  // of a configuration for k3 train: how the model learns, not what it is
+  return parse(j);
+}
 
 json read_config_file(const std::string& path) {
   const std::string file = std::filesystem::is_directory(path) ? path + "/config.json" : path;
@@ -349,7 +366,7 @@ void Config::finish() {
     K3_CHECK(v > 0 && v <= most, "[config] {} is {} but must be above 0 and at most {}", key, v, most);
   };
   above_0("rms_norm_eps", rms_norm_eps, 1), above_0("routed_scaling_factor", routed_scaling_factor, 1e6);
-  above_0("initializer_range", initializer_range, 1e6);
+  if (initializer_range) above_0("initializer_range", *initializer_range, 1e6);
   if (hidden_act == "situ") {
     above_0("activation_situ_beta", activation_situ_beta, 1e6);
     K3_CHECK(activation_situ_linear_beta >= 0 && activation_situ_linear_beta <= 1e6,

@@ -41,7 +41,7 @@ struct Config {
   int64_t num_nextn_predict_layers = 0;  // 1: training adds a layer that predicts the token after the next one
   int64_t bos_token_id = 1, pad_token_id = 0;
   std::vector<int64_t> eos_token_id = {2};
-  double initializer_range = 0.02;
+  std::optional<double> initializer_range;  // unset: 0.02 from hidden_size 2000 on, below it as init.h says
   std::string dtype = "float32";
   // linear_attn_config
   int64_t kda_num_heads = 0, kda_head_dim = 128, short_conv_kernel_size = 4;

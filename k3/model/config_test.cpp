@@ -233,5 +233,42 @@ TEST(config, a_combination_that_cannot_be_names_what_can) {
   EXPECT_THAT([] { with({"ffn=latent_moe"}); }, testing::throws_error("set routed_expert_hidden_size, or latent_moe_alpha and latent_moe_variant"));
 }
 
+TEST(config, mlp_layer_types_that_contradict_the_other_keys_are_refused_with_the_layer) {
+  json j = official(false);  // dense, then four layers with experts
+  std::vector<std::string> types = {"dense", "sparse", "sparse", "sparse", "sparse"};
+  j["mlp_layer_types"] = types;
+  EXPECT_NO_THROW(Config::parse(j));
+  j["mlp_layer_types"][2] = "dense";
+  EXPECT_THAT([&] { Config::parse(j); },
+              throws_error("mlp_layer_types[2] is \"dense\", but first_k_dense_replace 1 and moe_layer_freq 1 make that layer sparse"));
+  j["mlp_layer_types"] = {"dense"};
+  EXPECT_THAT([&] { Config::parse(j); }, throws_error("mlp_layer_types names 1 layers, but num_hidden_layers is 5"));
+}
+
+TEST(config, a_configuration_for_training_describes_its_model) {
+  testing::TemporaryFolder f;
+  json j = official(true), more = j;
+  more["train"] = {{"steps", 10}};
+  write_file(f / "config.json", more.dump());
+  EXPECT_EQ(Config::load(f.str()).hidden_size, finished(j).hidden_size);
+}
+
+TEST(config, an_initializer_range_that_is_given_counts_at_every_width) {
+  auto deviation = [](std::optional<double> range) {
+    Config c = testing::tiny_linear();
+    c.initializer_range = range;
+    c.finish();
+    Model model(c);
+    testing::fill(model);
+    const Tensor w = model.params().find("model.layers.0.self_attn.q_proj.weight")->value;
+    double square = 0;
+    for (int64_t i = 0; i < w.size(); ++i) square += double(w.f32()[i]) * w.f32()[i];
+    return std::sqrt(square / double(w.size()));
+  };
+  EXPECT_NEAR(deviation(std::nullopt), 1 / std::sqrt(48.0), 0.01);
+  EXPECT_NEAR(deviation(0.02), 0.02, 0.001);
+  EXPECT_NEAR(deviation(0.5), 0.5, 0.03);
+}
+
 }  // namespace
 }  // namespace k3

@@ -172,7 +172,8 @@ json cut(const json& published, const FabricateOptions& o) {
 json cut_file(const std::string& config, const FabricateOptions& o) {
   K3_CHECK(o.experts_as.empty() || o.experts_as == "bf16" || o.experts_as == "mxfp4", "[fabricate] experts_as is '{}' but must be bf16 or mxfp4",
            o.experts_as);
-  const json published = read_config_file(config);
+  json published = read_config_file(config);
+  published.erase("train");
   Config::parse(published).finish();
   return cut(published, o);
 }

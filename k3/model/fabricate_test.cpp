@@ -188,5 +188,48 @@ TEST(fabricate, nothing_is_overwritten) {
   EXPECT_THAT([&] { fabricate(config.str(), config.str(), {}); }, throws_error("is there and not empty; name another --out"));
 }
 
+TEST(fabricate, configs_are_read_as_everywhere_else) {
+  TemporaryFolder config{TemporaryFolder::absent}, out{TemporaryFolder::absent};
+  write_config(config, packable(), true);
+  nlohmann::json j = nlohmann::json::parse(read_file(config / "config.json"));
+  j["train"] = {{"steps", 10}};
+  write_file(config / "config.json", j.dump());
+  fabricate(config.str(), out.str(), {.layers = 1});
+  EXPECT_EQ(read_file(out / "config.json").find("\"train\""), std::string::npos);
+  write_file(config / "config.json", R"({"hidden_size": 8, "hidden_size": 16})");
+  EXPECT_THAT([&] { fabricated_config(config.str(), {}); }, throws_error("\"hidden_size\" stands twice in"));
+}
+
+TEST(fabricate, experts_are_written_as_asked_whatever_the_config_says) {
+  TemporaryFolder config{TemporaryFolder::absent}, out{TemporaryFolder::absent}, again{TemporaryFolder::absent};
+  Config c = testing::tiny_linear();
+  c.moe_intermediate_size = 32, c.hidden_size = 64;
+  write_config(config, c, false);
+  fabricate(config.str(), out.str(), {.layers = 2, .experts_as = "mxfp4"});
+  EXPECT_NE(Snapshot(out.str()).find("model.layers.1.block_sparse_moe.experts.3.w1.weight_packed"), nullptr);
+  EXPECT_EQ(Config::load(out.str()).quantization, "mxfp4-pack-quantized");
+  fabricate(out.str(), again.str(), {.experts_as = "bf16"});
+  EXPECT_NE(Snapshot(again.str()).find("model.layers.1.block_sparse_moe.experts.3.w1.weight"), nullptr);
+  EXPECT_EQ(Config::load(again.str()).quantization, "");
+  EXPECT_THAT([&] { fabricated_config(config.str(), {.experts_as = "int3"}); }, throws_error("experts_as is 'int3' but must be bf16 or mxfp4"));
+}
+
+// What a download tool makes first, and what is left when it ends early: the full size and nothing in it, or a beginning.
+TEST(fabricate, a_shard_that_was_not_filled_is_refused_before_any_token) {
+  TemporaryFolder config{TemporaryFolder::absent}, headers{TemporaryFolder::absent}, part{TemporaryFolder::absent};
+  write_config(config, packable(), true);
+  fabricate(config.str(), headers.str(), {.layers = 2, .headers_only = true});
+  Config c = Config::load(headers.str());
+  c.finish();
+  Model model(c);
+  EXPECT_THAT([&] { load(model, Snapshot(headers.str()), {}); }, throws_error("model-00001-of-000003.safetensors was never written from byte "));
+  fabricate(config.str(), part.str(), {.layers = 2});
+  const std::string shard = part / "model-00003-of-000003.safetensors", bytes = read_file(shard);
+  ASSERT_GT(bytes.size(), 8192u);
+  fs::resize_file(shard, 4096), fs::resize_file(shard, bytes.size());
+  EXPECT_THAT([&] { load(model, Snapshot(part.str()), {}); },
+              throws_error(fmt::format("{} was never written from byte 4096 of {} on, in tensor language_model.", shard, bytes.size())));
+}
+
 }  // namespace
 }  // namespace k3

@@ -46,7 +46,7 @@ void initialize(Model& model, uint64_t seed) {
     } else if (p.role.kind == Role::Kind::vector) {
       fill([](uint64_t) { return 1.0; });
     } else {
-      normal(c.hidden_size >= 2000 ? c.initializer_range : 1 / std::sqrt(double(p.shape[1])));
+      normal(c.initializer_range.value_or(c.hidden_size >= 2000 ? 0.02 : 1 / std::sqrt(double(p.shape[1]))));
     }
   }
 }

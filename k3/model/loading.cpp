@@ -3,7 +3,9 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <cstring>
 
+#include "k3/core/error.h"
 #include "k3/core/threads.h"
 
 namespace k3 {
@@ -39,6 +41,27 @@ void read_in(const std::vector<Tensor>& mapped, const std::function<void(uint64_
     });
     for (int64_t j = 0; j < count; ++j) done += pieces[size_t(i + j)].bytes;
     if (progress) progress(done, total);
+  }
+}
+
+void check_all_scales(Model& model, const Snapshot& snapshot, const std::vector<StoredParam>& found) {
+  std::vector<std::pair<Param*, const StoredParam*>> list;
+  size_t next = 0;
+  for (Param& p : model.params().all()) {
+    const StoredParam& at = found[next++];
+    if (at.scale && p.scale.has_data() && p.scale.dtype() == DType::u8 && !p.scales_checked) list.emplace_back(&p, &at);
+  }
+  std::vector<int64_t> bad(list.size(), -1);
+  parallel_for(int64_t(list.size()), [&](int64_t i) {
+    const Tensor& t = list[size_t(i)].first->scale;
+    if (const void* found_at = std::memchr(t.data(), 255, t.bytes()))
+      bad[size_t(i)] = static_cast<const char*>(found_at) - static_cast<const char*>(t.data());
+  });
+  for (size_t i = 0; i < list.size(); ++i) {
+    const StoredTensor& t = *list[i].second->scale;
+    K3_CHECK(bad[i] < 0, "[checkpoint] {} in {} holds 255 (not a number) at {}; the file is damaged, download it again", t.name, snapshot.file_of(t),
+             bad[i]);
+    list[i].first->scales_checked = true;
   }
 }
 

@@ -21,6 +21,8 @@ LoadedForm loaded_form(const Param& p, const StoredParam& at, const LoadOptions&
 
 // Reads mapped tensors from the disk into memory, so that their first use finds them there.
 void read_in(const std::vector<Tensor>& mapped, const std::function<void(uint64_t done, uint64_t total)>& progress = nullptr);
+// Every MXFP4 scale of a loaded model, its experts' too unless a source brings them. Error for a 255, with file and tensor. Each is looked at once.
+void check_all_scales(Model& model, const Snapshot& snapshot, const std::vector<StoredParam>& found);
 // Unmaps the pages that lie wholly in a mapped tensor: what was read once need not stay resident. Looking again reads again.
 void give_back(const Tensor& mapped);
 

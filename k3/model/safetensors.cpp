@@ -264,6 +264,19 @@ Tensor Snapshot::view(const StoredTensor& t) const {
   return Tensor(const_cast<char*>(s.file.data() + s.data + t.offset), t.dtype, t.shape);
 }
 
+void Snapshot::check_written() const {
+  for (uint32_t i = 0; i < shards_.size(); ++i) {
+    const Shard& s = shards_[i];
+    const uint64_t hole = first_hole(s.path, s.data);
+    if (hole >= s.file.size()) continue;
+    const StoredTensor* in = nullptr;  // the one that holds the first byte of the hole
+    for (const StoredTensor& t : tensors_)
+      if (t.shard == i && t.offset <= hole - s.data && (!in || t.offset > in->offset)) in = &t;
+    fail("[safetensors] {} was never written from byte {} of {} on, in tensor {} (nothing but zeros, which take no space); download it again", s.path,
+         hole, s.file.size(), in ? in->name : "?");
+  }
+}
+
 uint64_t Snapshot::bytes() const {
   uint64_t n = 0;
   for (const StoredTensor& t : tensors_) n += t.bytes;

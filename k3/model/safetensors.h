@@ -34,6 +34,9 @@ class Snapshot {
   Tensor view(const StoredTensor& t) const;  // the mapped bytes
   const std::string& file_of(const StoredTensor& t) const { return shards_[t.shard].path; }
   uint64_t bytes() const;
+  // Error if a part of a shard was never written: a download that made the file in full size and did not fill it. Before weights are read; a
+  // snapshot of headers only (fabricate) opens all the same.
+  void check_written() const;
   const std::string& folder() const { return folder_; }
 
  private:

@@ -105,8 +105,7 @@ Architecture load_architecture(const std::string& what, const std::vector<std::s
   if (std::find(shipped.begin(), shipped.end(), what) != shipped.end()) path = configs_folder() + "/" + what + ".json";
   K3_CHECK(fs::is_regular_file(path, none), "[plan] '{}' is no shipped model, config file or snapshot folder; the nearest shipped one is '{}'", what,
            nearest(what, shipped));
-  json j = json::parse(read_file(path), nullptr, false);
-  K3_CHECK(!j.is_discarded() && j.is_object(), "[plan] {} is not a JSON object", path);
+  json j = read_config_file(path);
 
   Architecture a;
   a.name = fs::path(path).stem() == "config" ? fs::absolute(path).parent_path().filename().string() : fs::path(path).stem().string();

@@ -312,5 +312,12 @@ INSTANTIATE_TEST_SUITE_P(every, train_choice,
                                            Choice{"mtp", {"num_nextn_predict_layers=1"}}),
                          [](const auto& info) { return info.param.name; });
 
+TEST(run, one_that_learnt_nothing_is_no_success) {
+  Place p;
+  RunRequest r = p.request();
+  r.assignments = {"initializer_range=1e6", "steps=3"};  // gradients beyond float32
+  EXPECT_THAT([&] { p.go(r); }, throws_error("all 3 steps were skipped, for gradients that are not finite, so nothing was learnt"));
+}
+
 }  // namespace
 }  // namespace k3
