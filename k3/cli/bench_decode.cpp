@@ -185,6 +185,8 @@ std::string picture(const DecodeResult& r) {
 
 void run(const DecodeFlags& f) {
   K3_CHECK(f.model.empty() != f.config.empty(), "[bench] name a snapshot's folder, or a config with --config FILE to make one of random weights");
+  std::unique_ptr<AtomicFile> drawing;  // a place that cannot be written to is found before a minute of work
+  if (!f.svg.empty()) drawing = std::make_unique<AtomicFile>(f.svg);
   std::unique_ptr<Temporary> temporary;
   if (!f.config.empty()) temporary = std::make_unique<Temporary>(f.config, f.fabricated);
   const std::string folder = temporary ? temporary->path() : resolve_snapshot(f.model);
@@ -227,7 +229,7 @@ void run(const DecodeFlags& f) {
   }
   r.plain_read = median(rates), r.decode = clock;
 
-  if (!f.svg.empty()) write_file(f.svg, picture(r));
+  if (drawing) drawing->write(picture(r)), drawing->commit();
   if (f.json) return fmt::print("{}\n", to_json(r).dump(2));
   fmt::print("{}, {}\n", r.what, cpu::name_of(cpu::isa()));
   const double all = r.decode.total().seconds;

@@ -174,7 +174,10 @@ json cut_file(const std::string& config, const FabricateOptions& o) {
            o.experts_as);
   json published = read_config_file(config);
   published.erase("train");
-  Config::parse(published).finish();
+  Config whole = Config::parse(published);
+  whole.finish();
+  K3_CHECK(o.layers <= whole.num_hidden_layers, "[fabricate] layers is {} but {} has only {}", o.layers, config, whole.num_hidden_layers);
+  K3_CHECK(o.experts == 0 || whole.num_experts > 0, "[fabricate] experts is {} but {} has none", o.experts, config);
   return cut(published, o);
 }
 
@@ -226,7 +229,9 @@ Fabricated fabricate(const std::string& from, const std::string& out, const Fabr
   Config c = Config::parse(top);
   c.finish();
   K3_CHECK(!fs::exists(out) || (fs::is_directory(out) && fs::is_empty(out)), "[fabricate] {} is there and not empty; name another --out", out);
-  fs::create_directories(out);
+  std::error_code fault;
+  fs::create_directories(out, fault);
+  K3_CHECK(!fault, "[fabricate] cannot make the folder {}: {}", out, fault.message());
 
   const std::vector<LayoutShard> shards = published_layout(c, c.nested() && c.hidden_size == 7168 && !o.layers && !o.experts);
   Fabricated result{.shards = int64_t(shards.size())};

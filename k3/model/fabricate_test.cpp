@@ -186,6 +186,8 @@ TEST(fabricate, nothing_is_overwritten) {
   TemporaryFolder config{TemporaryFolder::absent};
   write_config(config, packable(), true);
   EXPECT_THAT([&] { fabricate(config.str(), config.str(), {}); }, throws_error("is there and not empty; name another --out"));
+  EXPECT_THAT([&] { fabricate(config.str(), config / "config.json/x", {}); }, throws_error("cannot make the folder"));
+  EXPECT_THAT([&] { fabricate(config.str(), config / "new", {.layers = 100}); }, throws_error("layers is 100 but"));
 }
 
 TEST(fabricate, configs_are_read_as_everywhere_else) {
