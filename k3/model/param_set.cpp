@@ -99,9 +99,14 @@ void ParamSet::keep_narrow() {
   }
 }
 
-void ParamSet::zero_grads() {
+void ParamSet::zero_grads(Param* but) {
   if (!grads_.data()) return;
-  if (device_ == Device::cuda)
+  if (device_ == Device::cuda && but && !but->grad.empty()) {
+    char *begin = static_cast<char*>(but->grad.data()), *end = begin + but->grad.bytes();
+    gpu::clear(grads_.data(), size_t(begin - grads_.data()));
+    gpu::clear(end, size_t(grads_.data() + grads_.bytes() - end));
+    but->fresh = true;
+  } else if (device_ == Device::cuda)
     gpu::clear(grads_.data(), grads_.bytes());
   else
     std::memset(grads_.data(), 0, grads_.bytes());

@@ -25,10 +25,10 @@ class ParamSet {
   void allocate(Device device);  // float32 values, zeroed (null device: shapes only)
   void move_to(Device device);   // every value: as it is stored, MXFP4 as bfloat16, q8 as float32
   Device device() const { return device_; }
-  void allocate_grads();  // float32, zeroed, for every parameter that learns
-  void zero_grads();
-  void keep_narrow();                    // Param::narrow of every matrix that is multiplied (GPU); from then on whoever changes a value renews it
-  Tensor own(DType dtype, Shape shape);  // memory that lives as long as the set
+  void allocate_grads();                  // float32, zeroed, for every parameter that learns
+  void zero_grads(Param* but = nullptr);  // a gradient that will be written, not added to, is left out (Param::fresh)
+  void keep_narrow();                     // Param::narrow of every matrix that is multiplied (GPU); from then on whoever changes a value renews it
+  Tensor own(DType dtype, Shape shape);   // memory that lives as long as the set
 
  private:
   std::deque<Param> params_;

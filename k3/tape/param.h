@@ -21,11 +21,12 @@ struct Role {
 };
 
 struct Param {
-  std::string name;  // the checkpoint's
-  Tensor value;      // f32 in training; in inference as ops/linear/product.h lists it (codes are u8)
-  Tensor scale;      // of MXFP4 (u8) and q8 (f32); empty otherwise
-  Tensor grad;       // f32, same shape; empty when not training
-  Tensor narrow;     // value in bfloat16, kept by whoever changes value, where training multiplies in bfloat16; else empty
+  std::string name;    // the checkpoint's
+  Tensor value;        // f32 in training; in inference as ops/linear/product.h lists it (codes are u8)
+  Tensor scale;        // of MXFP4 (u8) and q8 (f32); empty otherwise
+  Tensor grad;         // f32, same shape; empty when not training
+  bool fresh = false;  // nothing was added to grad in this step, and its memory holds nothing: write it, or clear it first
+  Tensor narrow;       // value in bfloat16, kept by whoever changes value, where training multiplies in bfloat16; else empty
   Role role;
   Shape shape;                  // (out, in) for a matrix, whatever the storage
   bool scales_checked = false;  // none is 255 (check_scales)

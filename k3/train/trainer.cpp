@@ -150,7 +150,9 @@ StepReport Trainer::step(bool with_gates) {
   make_room(arena_, r.forecast_bytes, model_.params().device());
   arena_->rewind(0), arena_->reset_peak();
 
-  model_.params().zero_grads();
+  Param& head = model_.lm_head();
+  const bool written = model_.bf16_products && head.shape[0] % 8 == 0 && head.shape[1] % 8 == 0;  // by cross_entropy in bfloat16
+  model_.params().zero_grads(written ? &head : nullptr);
   balance_.begin_step();
   Context c{.device = arena_->device(), .arena = arena_.get(), .bf16_products = model_.bf16_products, .observe = true, .later = &later_};
   GateWatch gates(c);
@@ -171,6 +173,7 @@ StepReport Trainer::step(bool with_gates) {
       if (t >= 0) bytes += int64_t(tokenizer_.token_bytes(t).size());
     if (on_micro_batch) on_micro_batch(int64_t(i) + 1, int64_t(batches.size()));
   }
+  if (head.fresh) gpu::clear(head.grad.data(), head.grad.bytes()), head.fresh = false;  // no token counted
   Optimizer::Result result;
   optimizer_.step(c, r.learning_rate, result);
   later_.deliver();  // the one wait of a step on a GPU

@@ -14,7 +14,10 @@ class Glu : public Ffn {
         gate_proj_(s.matrix("gate_proj", width, c.hidden_size)),
         up_proj_(s.matrix("up_proj", width, c.hidden_size)),
         down_proj_(s.matrix("down_proj", c.hidden_size, width)) {}
-  Var forward(Var x, const Batch&) override { return linear(glu(linear(x, gate_proj_), linear(x, up_proj_), activation_), down_proj_); }
+  Var forward(Var x, const Batch&) override {
+    const std::vector<Var> both = linears(x, {&gate_proj_, &up_proj_});
+    return linear(glu(both[0], both[1], activation_), down_proj_);
+  }
 
  private:
   Activation activation_;

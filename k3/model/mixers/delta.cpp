@@ -77,9 +77,10 @@ class Delta : public Mixer {
 
   Var forward(Var x, const Batch& batch, State* state) override {
     auto* s = static_cast<DeltaLayerState*>(state);
-    Var q = l2_norm(conv_silu(linear(x, q_proj_), q_conv_, batch, s ? &s->q : nullptr), dim_);  // eq. 2
-    Var k = l2_norm(conv_silu(linear(x, k_proj_), k_conv_, batch, s ? &s->k : nullptr), dim_);
-    Var v = conv_silu(linear(x, v_proj_), v_conv_, batch, s ? &s->v : nullptr);
+    const std::vector<Var> qkv = linears(x, {&q_proj_, &k_proj_, &v_proj_});
+    Var q = l2_norm(conv_silu(qkv[0], q_conv_, batch, s ? &s->q : nullptr), dim_);  // eq. 2
+    Var k = l2_norm(conv_silu(qkv[1], k_conv_, batch, s ? &s->k : nullptr), dim_);
+    Var v = conv_silu(qkv[2], v_conv_, batch, s ? &s->v : nullptr);
     Var beta = sigmoid(linear(x, b_proj_));
     Var g = log_decay(x);
     Var o = delta_rule(q, k, v, g, beta, shape(), batch, s ? &s->memory : nullptr);  // eq. 1

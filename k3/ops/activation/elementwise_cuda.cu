@@ -7,54 +7,85 @@ namespace {
 
 constexpr int kThreads = 256;
 
-__device__ __forceinline__ void put(float* to, float x, bool fresh) { *to = fresh ? x : *to + x; }
-
-// A thread has kEach elements, kThreads apart, so that their loads are on their way together.
+// A thread has four neighbours of each input and result. f(x, y): one element's inputs and its results, which are written, or added where `add` says so.
 constexpr int kEach = 4;
-template <class F>
-__device__ __forceinline__ void each(int64_t n, F f) {
-  const int64_t first = int64_t(blockIdx.x) * (kThreads * kEach) + threadIdx.x;
+template <int kIn, int kOut, class F>
+__device__ __forceinline__ void each(int64_t n, const float* const (&in)[kIn], float* const (&out)[kOut], const bool (&add)[kOut], F f) {
+  const int64_t i = (int64_t(blockIdx.x) * kThreads + threadIdx.x) * kEach;
+  if (i >= n) return;
+  const bool whole = i + kEach <= n;
+  float x[kIn][kEach], y[kOut][kEach];
+  auto load = [&](const float* from, float (&to)[kEach]) {
+    if (whole) {
+      *reinterpret_cast<float4*>(to) = *reinterpret_cast<const float4*>(from + i);
+    } else {
 #pragma unroll
-  for (int j = 0; j < kEach; ++j)
-    if (first + j * kThreads < n) f(first + j * kThreads);
+      for (int e = 0; e < kEach; ++e) to[e] = i + e < n ? from[i + e] : 0.f;
+    }
+  };
+#pragma unroll
+  for (int j = 0; j < kIn; ++j) load(in[j], x[j]);
+#pragma unroll
+  for (int j = 0; j < kOut; ++j)
+    if (add[j]) load(out[j], y[j]);
+    else y[j][0] = y[j][1] = y[j][2] = y[j][3] = 0.f;
+#pragma unroll
+  for (int e = 0; e < kEach; ++e) {
+    float a[kIn], b[kOut];
+#pragma unroll
+    for (int j = 0; j < kIn; ++j) a[j] = x[j][e];
+    f(a, b);
+#pragma unroll
+    for (int j = 0; j < kOut; ++j) y[j][e] += b[j];
+  }
+#pragma unroll
+  for (int j = 0; j < kOut; ++j) {
+    if (whole) {
+      *reinterpret_cast<float4*>(out[j] + i) = *reinterpret_cast<float4*>(y[j]);
+    } else {
+      for (int e = 0; e < kEach && i + e < n; ++e) out[j][i + e] = y[j][e];
+    }
+  }
 }
 
 template <Element kind>
 __global__ void __launch_bounds__(kThreads) forward_kernel(const cpu::ElementArgs a) {
-  each(a.n, [&](int64_t i) {
-    const float x = a.x[i];
-    if constexpr (kind == Element::add) a.y[i] = x + a.g[i];
-    if constexpr (kind == Element::silu) a.y[i] = silu_of(x);
-    if constexpr (kind == Element::sigmoid) a.y[i] = exact_sigmoid(x);
-    if constexpr (kind == Element::sigmoid_gate) a.y[i] = x * exact_sigmoid(a.g[i]);
+  constexpr bool kTwo = kind == Element::add || kind == Element::sigmoid_gate;
+  const float* in[2] = {a.x, kTwo ? a.g : a.x};
+  each<2, 1>(a.n, in, {a.y}, {false}, [](const float (&x)[2], float (&y)[1]) {
+    if constexpr (kind == Element::add) y[0] = x[0] + x[1];
+    if constexpr (kind == Element::silu) y[0] = silu_of(x[0]);
+    if constexpr (kind == Element::sigmoid) y[0] = exact_sigmoid(x[0]);
+    if constexpr (kind == Element::sigmoid_gate) y[0] = x[0] * exact_sigmoid(x[1]);
   });
 }
 
 template <Element kind>
 __global__ void __launch_bounds__(kThreads) backward_kernel(const cpu::ElementArgs a, bool fresh_x, bool fresh_g) {
-  each(a.n, [&](int64_t i) {
-    const float dy = a.dy[i];
-    if constexpr (kind == Element::add) put(a.dx + i, dy, fresh_x), put(a.dg + i, dy, fresh_g);
-    if constexpr (kind == Element::silu) put(a.dx + i, dy * silu_slope(a.x[i]), fresh_x);
-    if constexpr (kind == Element::sigmoid) put(a.dx + i, dy * exact_sigmoid(a.x[i]) * exact_sigmoid(-a.x[i]), fresh_x);
-    if constexpr (kind == Element::sigmoid_gate) {
-      const float x = a.x[i], g = a.g[i], ds = dy * exact_sigmoid(g);
-      put(a.dx + i, ds, fresh_x);
-      put(a.dg + i, ds * x * exact_sigmoid(-g), fresh_g);
-    }
-  });
+  if constexpr (kind == Element::add) {
+    each<1, 2>(a.n, {a.dy}, {a.dx, a.dg}, {!fresh_x, !fresh_g}, [](const float (&x)[1], float (&y)[2]) { y[0] = y[1] = x[0]; });
+  } else if constexpr (kind == Element::sigmoid_gate) {
+    each<3, 2>(a.n, {a.dy, a.x, a.g}, {a.dx, a.dg}, {!fresh_x, !fresh_g}, [](const float (&x)[3], float (&y)[2]) {
+      const float ds = x[0] * exact_sigmoid(x[2]);
+      y[0] = ds, y[1] = ds * x[1] * exact_sigmoid(-x[2]);
+    });
+  } else {
+    each<2, 1>(a.n, {a.dy, a.x}, {a.dx}, {!fresh_x}, [](const float (&x)[2], float (&y)[1]) {
+      y[0] = x[0] * (kind == Element::silu ? silu_slope(x[1]) : exact_sigmoid(x[1]) * exact_sigmoid(-x[1]));
+    });
+  }
 }
 
 __global__ void __launch_bounds__(kThreads) accumulate_kernel(float* to, const float* from, int64_t n) {
-  each(n, [&](int64_t i) { to[i] += from[i]; });
+  each<1, 1>(n, {from}, {to}, {true}, [](const float (&x)[1], float (&y)[1]) { y[0] = x[0]; });
 }
 __global__ void __launch_bounds__(kThreads) glu_forward_kernel(const cpu::GluArgs a) {
-  each(a.n, [&](int64_t i) { a.y[i] = glu_value(a.activation, a.gate[i], a.up[i]); });
+  each<2, 1>(a.n, {a.gate, a.up}, {a.y}, {false}, [&](const float (&x)[2], float (&y)[1]) { y[0] = glu_value(a.activation, x[0], x[1]); });
 }
 __global__ void __launch_bounds__(kThreads) glu_backward_kernel(const cpu::GluArgs a, bool fresh_gate, bool fresh_up) {
-  each(a.n, [&](int64_t i) {
-    const GluSlopes s = glu_slopes(a.activation, a.gate[i], a.up[i], a.dy[i]);
-    put(a.dgate + i, s.gate, fresh_gate), put(a.dup + i, s.up, fresh_up);
+  each<3, 2>(a.n, {a.gate, a.up, a.dy}, {a.dgate, a.dup}, {!fresh_gate, !fresh_up}, [&](const float (&x)[3], float (&y)[2]) {
+    const GluSlopes s = glu_slopes(a.activation, x[0], x[1], x[2]);
+    y[0] = s.gate, y[1] = s.up;
   });
 }
 

@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(256) rows_forward_kernel(const DepthMixArgs a,
 constexpr int kBackRows = 16;  // tokens of a block, and the grain of du's sum
 
 template <int Q>
-__global__ void __launch_bounds__(256) rows_backward_kernel(const DepthMixArgs a, const Sources s, const Gradients g) {
+__global__ void __launch_bounds__(256, 2) rows_backward_kernel(const DepthMixArgs a, const Sources s, const Gradients g) {
   extern __shared__ float4 sums[];  // (8, d / 4)
   const int n = int(a.n), quads = int(a.d / 4), lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const int64_t first = int64_t(blockIdx.x) * kBackRows, end = min(a.rows, first + kBackRows);

@@ -9,6 +9,7 @@
 #include <tuple>
 
 #include "k3/core/block.cuh"
+#include "k3/core/tile.cuh"
 #include "k3/ops/linear/blas_cuda.h"
 
 namespace k3::cuda {
@@ -84,6 +85,19 @@ __global__ void __launch_bounds__(256) narrow_kernel(const float* from, __nv_bfl
   }
 }
 
+__global__ void __launch_bounds__(256) sides_kernel(const Sides from, int64_t count, int64_t rows, int64_t n, nv_bf16* to) {
+  const int64_t i = (int64_t(blockIdx.x) * 256 + threadIdx.x) * 8, width = count * n;
+  if (i >= rows * width) return;
+  const int64_t r = i / width, c = i % width;
+  const float* side = from.from[0];
+#pragma unroll
+  for (int j = 1; j < kMostSides; ++j)
+    if (c / n == j) side = from.from[j];
+  float x[8];
+  load8(side + r * n + c % n, x);
+  store8(to + i, x);
+}
+
 }  // namespace
 
 const char* blas_products(const BlasProducts& w, void* stream) {
@@ -101,6 +115,10 @@ const char* blas_product(const Product& p, const void* a, const void* b, void* s
   return blas_products({p, a, b, p.c, p.c, false, 1, p.accumulate ? 1.f : 0.f}, stream);
 }
 
+const char* narrow_side_by_side(const Sides& from, int64_t count, int64_t rows, int64_t n, void* to, void* stream) {
+  if (rows) sides_kernel<<<blocks_for(rows * count * n, 2048), 256, 0, stream_of(stream)>>>(from, count, rows, n, static_cast<nv_bf16*>(to));
+  return launched();
+}
 const char* narrow(const float* from, void* to, int64_t n, void* stream) {
   if (n == 0) return nullptr;
   narrow_kernel<<<blocks_for(n, 1024), 256, 0, stream_of(stream)>>>(from, static_cast<__nv_bfloat16*>(to), n);

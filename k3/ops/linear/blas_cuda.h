@@ -20,5 +20,11 @@ struct BlasProducts {
 };
 const char* blas_products(const BlasProducts&, void* stream);
 const char* narrow(const float* from, void* to_bf16, int64_t n, void* stream);
+// to (rows, count * n) bfloat16: row r is that of from[0], from[1], ..., each (rows, n), n a multiple of 8
+constexpr int64_t kMostSides = 4;
+struct Sides {
+  const float* from[kMostSides];
+};
+const char* narrow_side_by_side(const Sides& from, int64_t count, int64_t rows, int64_t n, void* to, void* stream);
 
 }  // namespace k3::cuda

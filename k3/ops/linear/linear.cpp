@@ -110,6 +110,59 @@ void renew_narrow(const Param& w) {
 
 Var linear(Var x, Param& w) { return linear_rows(x, w, 0, w.value.rows()); }
 
+namespace {
+
+bool side_by_side(const Context& c, const Var& x, const std::vector<Param*>& ws) {
+  if (c.device != Device::cuda || !c.tape || c.recomputing || !c.bf16_products || ws.size() < 2 || ws.size() > cuda::kMostSides) return false;
+  const Param& first = *ws[0];
+  const int64_t n = first.value.size();
+  if (first.narrow.empty() || first.grad.empty() || first.value.cols() != x.cols() || n % 32 || first.value.rows() % 8 || x.cols() % 8) return false;
+  for (size_t i = 1; i < ws.size(); ++i) {
+    const Param& w = *ws[i];
+    if (w.narrow.empty() || w.grad.empty() || !(w.value.shape() == first.value.shape())) return false;
+    if (w.narrow.as<bf16>() != first.narrow.as<bf16>() + int64_t(i) * n || w.grad.f32() != first.grad.f32() + int64_t(i) * n) return false;
+  }
+  return true;
+}
+
+}  // namespace
+
+std::vector<Var> linears(Var x, const std::vector<Param*>& ws) {
+  Context& c = x.context();
+  std::vector<Var> ys;
+  if (!side_by_side(c, x, ws)) {
+    for (Param* w : ws) ys.push_back(linear(x, *w));
+    return ys;
+  }
+  const int64_t m = x.rows(), n = ws[0]->value.rows(), k = x.cols(), count = int64_t(ws.size());
+  const Tensor all = c.arena->lend(DType::f32, {count, m, n});
+  for (int64_t i = 0; i < count; ++i) ys.emplace_back(c, all.row_range(i, i + 1).reshape({m, n}));
+  const double flops = 2.0 * double(m * n * k * count), bytes = 2.0 * double(n * k * count) + 4.0 * double(m * (n * count + k));
+  c.cost("linear", {.flops = flops, .bytes = bytes});
+  keep_narrow(c, x);
+  const void* w = ws[0]->narrow.data();
+  float* dw = ws[0]->grad.f32();
+  if constexpr (gpu::kBuilt)
+    gpu::check(cuda::blas_products(
+        {x_wt(nullptr, nullptr, nullptr, m, n, k), x.narrow().data(), w, all.data(), all.data(), false, 1, 0, count, 0, n * k, m * n},
+        gpu::stream()));
+  c.tape->push([=, &c] {
+    bool fresh = false;
+    const Tensor dx = x.grad(fresh);
+    cuda::Sides sides{};
+    for (int64_t i = 0; i < count; ++i) sides.from[i] = ys[size_t(i)].grad().f32();
+    c.cost("linear", {.flops = 2 * flops, .bytes = 2 * bytes});
+    Scratch scratch(*c.arena);
+    const Tensor dy = scratch.lend(DType::bf16, {m, count * n});
+    if constexpr (gpu::kBuilt) {
+      gpu::check(cuda::narrow_side_by_side(sides, count, m, n, dy.data(), gpu::stream()));
+      gpu::check(cuda::blas_product(dy_w(nullptr, nullptr, dx.f32(), m, count * n, k, !fresh), dy.data(), w, gpu::stream()));
+      gpu::check(cuda::blas_product(dyt_x(nullptr, nullptr, dw, m, count * n, k), dy.data(), x.narrow().data(), gpu::stream()));
+    }
+  });
+  return ys;
+}
+
 Var linear_rows(Var x, Param& w, int64_t first, int64_t last) {
   Context& c = x.context();
   const Weight weight = weight_of(w, first, last);

@@ -383,6 +383,8 @@ TEST(linear, cuda_equals_cpu) {
                          {31, 33, 385},
                          {0, 4, 4},
                          {64, 1, 100},
+                         {130, 8, 1024},
+                         {65, 32, 150},
                          {200, 96, 2047},
                          {700, 650, 65},
                          {1537, 1540, 33}}) {
@@ -392,6 +394,34 @@ TEST(linear, cuda_equals_cpu) {
       Var vx = step.input(x, {m, k}), y = linear(vx, p);
       step.backward(y, dy);
       return std::vector<Tensor>{y.value(), vx.grad(), p.grad};
+    });
+  }
+}
+
+// Operands rounded to bfloat16, 2^-9 each, twice; the worst of thousands of elements is five deviations out.
+TEST(linear, cuda_layers_side_by_side_are_near_one_by_one) {
+  for (auto [m, n, k, count] : {std::array<int64_t, 4>{1, 8, 32, 2}, {130, 256, 96, 3}, {77, 24, 200, 4}}) {
+    SCOPED_TRACE(fmt::format("{} x {} x {}, {} of them", m, n, k, count));
+    testing::expect_cuda_equals_cpu(5 * 2 / 512.0, [&, m = m, n = n, k = k, count = count](testing::Step& step) {
+      step.context.bf16_products = true;
+      Param all = step.param("w", Values(count * n * k, 2, 1 / std::sqrt(double(k))), {count * n, k});
+      if (step.context.device == Device::cuda) all.narrow = step.arena().lend(DType::bf16, {count * n, k}), renew_narrow(all);
+      std::vector<Param*> ws;
+      for (int64_t i = 0; i < count; ++i) {
+        Param& p = *ws.emplace_back(&step.keep(Param{.name = "part"}));
+        p.value = all.value.row_range(i * n, (i + 1) * n), p.grad = all.grad.row_range(i * n, (i + 1) * n);
+        if (!all.narrow.empty()) p.narrow = all.narrow.row_range(i * n, (i + 1) * n);
+      }
+      Var x = step.input(Values(m * k, 1), {m, k});
+      std::vector<Var> ys = linears(x, ws);
+      std::vector<Tensor> out;
+      for (int64_t i = 0; i < count; ++i) {
+        if (i + 1 < count) write(ys[size_t(i)].grad(), Values(m * n, uint64_t(5 + i)).data());
+        out.push_back(ys[size_t(i)].value());
+      }
+      step.backward(ys.back(), Values(m * n, 50));
+      out.push_back(x.grad()), out.push_back(all.grad);
+      return out;
     });
   }
 }

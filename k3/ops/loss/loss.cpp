@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <utility>
 #include <vector>
 
 #include "k3/core/error.h"
@@ -52,7 +53,7 @@ constexpr int64_t kNarrowPieceBytes = int64_t(2) << 30;
 
 // Training with products in bfloat16: logits in bfloat16 too, which become their own gradient in place; as many rows at once as fit, since each piece
 // reads and writes the head and its gradient.
-void narrow_on_gpu(const Var& x, const Param& head, const Tensor& targets, const std::vector<int64_t>& rows, float weight, Loss& loss) {
+void narrow_on_gpu(const Var& x, Param& head, const Tensor& targets, const std::vector<int64_t>& rows, float weight, Loss& loss) {
   if constexpr (gpu::kBuilt) {
     Context& c = x.context();
     const int64_t d = x.cols(), vocabulary = head.value.rows(), most = std::clamp<int64_t>(kNarrowPieceBytes / (2 * vocabulary), 32, 1 << 20);
@@ -79,8 +80,10 @@ void narrow_on_gpu(const Var& x, const Param& head, const Tensor& targets, const
       gpu::check(cuda::cross_entropy({logits.data(), wanted, m, int(vocabulary), weight, losses.f32()}, gpu::stream()));
       gpu::check(cuda::scatter_rows(losses.f32(), row, loss.per_token.f32(), m, 1, false, gpu::stream()));
       gpu::check(cuda::blas_product(dy_w(nullptr, nullptr, dxs.f32(), m, vocabulary, d, false), logits.data(), w, gpu::stream()));
-      if (!head.grad.empty())
-        gpu::check(cuda::blas_product(dyt_x(nullptr, nullptr, head.grad.f32(), m, vocabulary, d), logits.data(), xs.data(), gpu::stream()));
+      if (!head.grad.empty()) {
+        const Product p = dyt_x(nullptr, nullptr, head.grad.f32(), m, vocabulary, d, !std::exchange(head.fresh, false));
+        gpu::check(cuda::blas_product(p, logits.data(), xs.data(), gpu::stream()));
+      }
       gpu::check(cuda::scatter_rows(dxs.f32(), row, dx.f32(), m, d, true, gpu::stream()));
     }
   }

@@ -12,23 +12,30 @@ constexpr int kAlongK = kDeep + 8, kAlongRow = T + 8, kOperand = T * kAlongK;  /
 static_assert(kDeep * kAlongRow <= kOperand);
 constexpr int kSharedBytes = kStages * 2 * kOperand * 2;
 
-// A tile of an operand, kDeep of the summed dimension: `rows` x `depth` of it exist, rows a multiple of 8 where they are contiguous, else depth.
+// How a thread copies an operand's tiles: its first eight values, and from there to its others; `rows` of the tile exist, a multiple of 8 where they
+// are contiguous, as the summed dimension is else.
 template <bool kOuter>  // k outermost in memory
-__device__ __forceinline__ void ask(nv_bf16* to, const nv_bf16* from, int64_t ld, int rows, int depth) {
-#pragma unroll
-  for (int i = 0; i < T * kDeep / 8 / kThreads; ++i) {
-    const int c = threadIdx.x + i * kThreads;
-    if constexpr (kOuter) {
-      const int k = c / (T / 8), r = c % (T / 8) * 8;
-      const bool there = k < depth && r < rows;
-      copy16(shared_address(to + k * kAlongRow + r), there ? from + k * ld + r : from, there);
-    } else {
-      const int r = c / (kDeep / 8), k = c % (kDeep / 8) * 8;
-      const bool there = r < rows && k < depth;
-      copy16(shared_address(to + r * kAlongK + k), there ? from + r * ld + k : from, there);
-    }
+struct Copies {
+  static constexpr int kEach = T * kDeep / 8 / kThreads, kStep = kThreads / (kOuter ? T / 8 : kDeep / 8);
+  const nv_bf16 *from, *safe;
+  int64_t jump, further;  // to the thread's next eight; to the same eight kDeep further
+  int row, k;
+  uint32_t to;  // bytes
+  __device__ __forceinline__ Copies(const nv_bf16* matrix, int64_t ld) : safe(matrix) {
+    const int c = threadIdx.x;
+    k = kOuter ? c / (T / 8) : c % (kDeep / 8) * 8, row = kOuter ? c % (T / 8) * 8 : c / (kDeep / 8);
+    from = matrix + (kOuter ? k * ld + row : row * ld + k), jump = kStep * ld, further = kOuter ? kDeep * ld : kDeep;
+    to = 2 * (kOuter ? k * kAlongRow + row : row * kAlongK + k);
   }
-}
+  __device__ __forceinline__ void ask(uint32_t stage, int rows, int depth) {
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      const bool there = kOuter ? k + i * kStep < depth && row < rows : row + i * kStep < rows && k < depth;
+      copy16(stage + to + 2 * i * kStep * (kOuter ? kAlongRow : kAlongK), there ? from + i * jump : safe, there);
+    }
+    from += further;
+  }
+};
 template <bool kOuter>
 __device__ __forceinline__ void left(uint32_t (&x)[4], uint32_t tile, int row, int k) {
   const int lane = threadIdx.x & 31;
@@ -50,13 +57,16 @@ template <bool kAOuter, bool kBOuter, class F>
 __device__ __forceinline__ void multiply(const Operands (&pairs)[2], int count, int64_t lda, int64_t ldb, int rows, int columns, int depth, F f) {
   extern __shared__ __align__(16) nv_bf16 stages[];
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, wm = warp / 4 * 64, wn = warp % 4 * 32, each = (depth + kDeep - 1) / kDeep, all = each * count;
+  const uint32_t base = shared_address(stages);
+  Copies<kAOuter> a(pairs[0].a, lda);
+  Copies<kBOuter> b(pairs[0].b, ldb);
   auto load = [&](int i) {
     if (i < all) {
-      const Operands p = pairs[i >= each];
-      const int k = (i >= each ? i - each : i) * kDeep, rest = min(kDeep, depth - k);
-      nv_bf16* to = stages + i % kStages * 2 * kOperand;
-      ask<kAOuter>(to, p.a + (kAOuter ? k * lda : k), lda, rows, rest);
-      ask<kBOuter>(to + kOperand, p.b + (kBOuter ? k * ldb : k), ldb, columns, rest);
+      if (i == each) a = Copies<kAOuter>(pairs[1].a, lda), b = Copies<kBOuter>(pairs[1].b, ldb);
+      const int rest = depth - (i >= each ? i - each : i) * kDeep;
+      const uint32_t to = base + i % kStages * 4 * kOperand;
+      a.ask(to, rows, rest);
+      b.ask(to + 2 * kOperand, columns, rest);
     }
     copy_commit();
   };
@@ -66,7 +76,7 @@ __device__ __forceinline__ void multiply(const Operands (&pairs)[2], int count, 
     copy_wait<kStages - 2>();
     __syncthreads();
     load(i + kStages - 1);
-    const uint32_t as = shared_address(stages + i % kStages * 2 * kOperand), bs = as + 2 * kOperand;
+    const uint32_t as = base + i % kStages * 4 * kOperand, bs = as + 2 * kOperand;
 #pragma unroll
     for (int k = 0; k < kDeep; k += 16) {
       uint32_t x[4][4], y[2][4];

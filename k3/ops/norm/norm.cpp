@@ -22,7 +22,10 @@ Var norm(const char* name, Var x, Var gate, Param* w, int64_t d, float eps, void
   a.eps = eps, a.rows = rows, a.d = d, a.y = y.f32(), a.r = r.empty() ? nullptr : r.f32();
   if (c.device == Device::cpu) forward(a);
   if constexpr (gpu::kBuilt) {
-    if (c.device == Device::cuda) gpu::check(cuda::norm_forward(on_gpu, a, gpu::stream()));
+    // what is normed goes into products: in training the copy that they read is made here
+    const bool narrow = c.tape && c.bf16_products && !c.recomputing && on_gpu != cuda::Norm::l2;
+    if (narrow && c.device == Device::cuda) y.narrow() = c.arena->lend(DType::bf16, x.value().shape());
+    if (c.device == Device::cuda) gpu::check(cuda::norm_forward(on_gpu, a, narrow ? y.narrow().data() : nullptr, gpu::stream()));
   }
   double size = double(x.size());
   int inputs = gate.empty() ? 1 : 2;

@@ -1,6 +1,7 @@
 // Bound by memory. A row's sums are made by a warp (narrow rows) or a block, in an order that its width alone decides. dw: the rows of a
 // block of kNormBlock are walked in order by the threads that own columns, and then the blocks' sums are added in order.
 #include "k3/core/block.cuh"
+#include "k3/core/tile.cuh"
 #include "k3/ops/norm/norm_float_cuda.h"
 
 namespace k3::cuda {
@@ -24,7 +25,7 @@ __device__ __forceinline__ void put(float* to, float x, bool fresh) { *to = fres
 
 // 256 threads; a row has kThreads of them
 template <Norm kind, int kThreads>
-__global__ void __launch_bounds__(256) forward_kernel(const cpu::NormArgs a) {
+__global__ void __launch_bounds__(256) forward_kernel(const cpu::NormArgs a, nv_bf16* narrow) {
   __shared__ float part[33];
   const int t = threadIdx.x % kThreads;
   const int64_t n = int64_t(blockIdx.x) * (256 / kThreads) + threadIdx.x / kThreads;
@@ -40,6 +41,32 @@ __global__ void __launch_bounds__(256) forward_kernel(const cpu::NormArgs a) {
     if (kind != Norm::l2) v *= a.w[i];
     if (kind == Norm::gated) v *= exact_sigmoid(a.gate[n * a.d + i]);
     a.y[n * a.d + i] = v;
+    if (narrow) narrow[n * a.d + i] = __float2bfloat16_rn(v);
+  }
+}
+// RMS rows of up to 128 Q channels, a multiple of 4: a warp a row.
+template <int Q>
+__global__ void __launch_bounds__(256) rows_forward_kernel(const cpu::NormArgs a, nv_bf16* narrow) {
+  const int64_t n = int64_t(blockIdx.x) * 8 + (threadIdx.x >> 5);
+  if (n >= a.rows) return;
+  const int lane = threadIdx.x & 31, quads = int(a.d / 4);
+  const float4* x = reinterpret_cast<const float4*>(a.x + n * a.d);
+  float4 v[Q];
+  float square = 0.f;
+#pragma unroll
+  for (int j = 0; j < Q; ++j) v[j] = j * 32 + lane < quads ? x[j * 32 + lane] : make_float4(0, 0, 0, 0);
+#pragma unroll
+  for (int j = 0; j < Q; ++j)
+    square = fmaf(v[j].x, v[j].x, square), square = fmaf(v[j].y, v[j].y, square), square = fmaf(v[j].z, v[j].z, square), square = fmaf(v[j].w, v[j].w, square);
+  const float r = 1.f / sqrtf(row_sum<32>(square, nullptr) / float(a.d) + a.eps);
+  if (a.r && lane == 0) a.r[n] = r;
+#pragma unroll
+  for (int j = 0; j < Q; ++j) {
+    const int i = j * 32 + lane;
+    if (i >= quads) continue;
+    const float4 w = reinterpret_cast<const float4*>(a.w)[i], y = make_float4(v[j].x * r * w.x, v[j].y * r * w.y, v[j].z * r * w.z, v[j].w * r * w.w);
+    reinterpret_cast<float4*>(a.y + n * a.d)[i] = y;
+    if (narrow) reinterpret_cast<uint2*>(narrow + n * a.d)[i] = make_uint2(pack(y.x, y.y), pack(y.z, y.w));
   }
 }
 
@@ -155,15 +182,21 @@ __global__ void __launch_bounds__(256) join_kernel(const float* partial, int64_t
   dw[i] += sum;
 }
 
+bool by_rows(const cpu::NormArgs& a) { return a.d % 4 == 0 && a.d > 128 && a.d <= 1024; }
 template <Norm kind>
-void forward(const cpu::NormArgs& a, cudaStream_t s) {
-  if (a.d <= kNarrowWidth) forward_kernel<kind, kNarrow><<<blocks_for(a.rows, 256 / kNarrow), 256, 0, s>>>(a);
-  else forward_kernel<kind, kWide><<<unsigned(a.rows), 256, 0, s>>>(a);
+void forward(const cpu::NormArgs& a, nv_bf16* narrow, cudaStream_t s) {
+  if (kind == Norm::rms && by_rows(a)) {
+    if (a.d <= 512) rows_forward_kernel<4><<<blocks_for(a.rows, 8), 256, 0, s>>>(a, narrow);
+    else rows_forward_kernel<8><<<blocks_for(a.rows, 8), 256, 0, s>>>(a, narrow);
+    return;
+  }
+  if (a.d <= kNarrowWidth) forward_kernel<kind, kNarrow><<<blocks_for(a.rows, 256 / kNarrow), 256, 0, s>>>(a, narrow);
+  else forward_kernel<kind, kWide><<<unsigned(a.rows), 256, 0, s>>>(a, narrow);
 }
 template <Norm kind>
 void backward(const cpu::NormArgs& a, bool fresh_x, bool fresh_gate, cudaStream_t s) {
   const int64_t blocks = cpu::norm_row_blocks(a.rows);
-  if (kind == Norm::rms && a.dx && a.d % 4 == 0 && a.d > 128 && a.d <= 1024) {
+  if (kind == Norm::rms && a.dx && by_rows(a)) {
     const int64_t blocks = norm_parts(a.rows);
     const size_t bytes = size_t(32 * a.d);
     if (a.d <= 512) rows_backward_kernel<4><<<unsigned(blocks), 256, bytes, s>>>(a, fresh_x);
@@ -180,12 +213,13 @@ void backward(const cpu::NormArgs& a, bool fresh_x, bool fresh_gate, cudaStream_
 
 }  // namespace
 
-const char* norm_forward(Norm kind, const cpu::NormArgs& a, void* stream) {
+const char* norm_forward(Norm kind, const cpu::NormArgs& a, void* to_bf16, void* stream) {
+  nv_bf16* narrow = static_cast<nv_bf16*>(to_bf16);
   if (a.rows == 0 || a.d == 0) return nullptr;
   switch (kind) {
-    case Norm::rms: forward<Norm::rms>(a, stream_of(stream)); break;
-    case Norm::l2: forward<Norm::l2>(a, stream_of(stream)); break;
-    case Norm::gated: forward<Norm::gated>(a, stream_of(stream)); break;
+    case Norm::rms: forward<Norm::rms>(a, narrow, stream_of(stream)); break;
+    case Norm::l2: forward<Norm::l2>(a, narrow, stream_of(stream)); break;
+    case Norm::gated: forward<Norm::gated>(a, narrow, stream_of(stream)); break;
   }
   return launched();
 }

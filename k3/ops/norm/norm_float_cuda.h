@@ -6,7 +6,7 @@
 namespace k3::cuda {
 
 enum class Norm { rms, l2, gated };
-const char* norm_forward(Norm, const cpu::NormArgs&, void* stream);
+const char* norm_forward(Norm, const cpu::NormArgs&, void* narrow, void* stream);  // narrow: y as bfloat16 too, or null
 constexpr int64_t kNormPart = 16;  // rows of a block, where rows are short enough; else cpu::kNormBlock
 constexpr int64_t norm_parts(int64_t rows) { return (rows + kNormPart - 1) / kNormPart; }            // rows of `partial`
 const char* norm_backward(Norm, const cpu::NormArgs&, bool fresh_x, bool fresh_gate, void* stream);  // fresh: written, not added to

@@ -77,17 +77,25 @@ __global__ void __launch_bounds__(kThreads) adamw_kernel(const AdamwListArgs a) 
   const int64_t first = (int64_t(blockIdx.x) - a.begins[i]) * kUpdateBlock, n = min(kUpdateBlock, t.n - first);
   nv_bf16* copy = static_cast<nv_bf16*>(t.copy);
   if (n == kUpdateBlock) {
-#pragma unroll 2
-    for (int j = 0; j < int(kUpdateBlock / 4 / kThreads); ++j) {
+    constexpr int kTogether = 2;  // loads of so many fours are on their way before the first is stored
+    for (int j = 0; j < int(kUpdateBlock / 4 / kThreads); j += kTogether) {
+      float w[kTogether][4], m[kTogether][4], v[kTogether][4], g[kTogether][4];
+      auto load = [](float (&to)[4], const float* from) { *reinterpret_cast<float4*>(to) = __ldcs(reinterpret_cast<const float4*>(from)); };
+      auto store = [](float* to, const float (&from)[4]) { __stcs(reinterpret_cast<float4*>(to), *reinterpret_cast<const float4*>(from)); };
       const int64_t at = first + (j * kThreads + threadIdx.x) * 4;
-      float w[4], m[4], v[4], g[4];
-      *reinterpret_cast<float4*>(w) = __ldcs(reinterpret_cast<const float4*>(t.weight + at)), *reinterpret_cast<float4*>(m) = __ldcs(reinterpret_cast<const float4*>(t.m + at));
-      *reinterpret_cast<float4*>(v) = __ldcs(reinterpret_cast<const float4*>(t.v + at)), *reinterpret_cast<float4*>(g) = __ldcs(reinterpret_cast<const float4*>(t.grad + at));
 #pragma unroll
-      for (int e = 0; e < 4; ++e) adamw_element(a, t.decay, g[e] * gate.scale, w[e], m[e], v[e]);
-      __stcs(reinterpret_cast<float4*>(t.weight + at), *reinterpret_cast<float4*>(w)), __stcs(reinterpret_cast<float4*>(t.m + at), *reinterpret_cast<float4*>(m));
-      __stcs(reinterpret_cast<float4*>(t.v + at), *reinterpret_cast<float4*>(v));
-      if (copy) *reinterpret_cast<uint2*>(copy + at) = make_uint2(pack(w[0], w[1]), pack(w[2], w[3]));
+      for (int i = 0; i < kTogether; ++i) {
+        const int64_t x = at + i * kThreads * 4;
+        load(w[i], t.weight + x), load(m[i], t.m + x), load(v[i], t.v + x), load(g[i], t.grad + x);
+      }
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i) {
+        const int64_t x = at + i * kThreads * 4;
+#pragma unroll
+        for (int e = 0; e < 4; ++e) adamw_element(a, t.decay, g[i][e] * gate.scale, w[i][e], m[i][e], v[i][e]);
+        store(t.weight + x, w[i]), store(t.m + x, m[i]), store(t.v + x, v[i]);
+        if (copy) *reinterpret_cast<uint2*>(copy + x) = make_uint2(pack(w[i][0], w[i][1]), pack(w[i][2], w[i][3]));
+      }
     }
     return;
   }
@@ -121,16 +129,24 @@ __global__ void __launch_bounds__(kThreads) ahead_kernel(const MuonListArgs a) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   double sum = 0;
   if (gate.finite) {
-#pragma unroll 4
-    for (int r = warp; r < T; r += kRows)
+    float g[T / kRows][2], old[T / kRows][2];
+    auto there = [&](int r, int c) { return t.r0 + r < b.rows && t.c0 + c < b.cols; };
+    auto at = [&](int r, int c) { return int64_t(t.r0 + r) * b.cols + t.c0 + c; };
 #pragma unroll
-      for (int c = lane; c < T; c += 32) {
-        float y = 0.f;
-        if (t.r0 + r < b.rows && t.c0 + c < b.cols) {
-          const int64_t at = int64_t(t.r0 + r) * b.cols + t.c0 + c;
-          const float g = gate.scale * b.grad[at], m = __fmaf_rn(a.momentum, b.momentum[at], g);
-          b.momentum[at] = m;
-          y = a.nesterov ? __fmaf_rn(a.momentum, m, g) : m;
+    for (int i = 0; i < T / kRows; ++i)
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const int r = warp + i * kRows, c = lane + j * 32;
+        g[i][j] = there(r, c) ? gate.scale * b.grad[at(r, c)] : 0.f, old[i][j] = there(r, c) ? b.momentum[at(r, c)] : 0.f;
+      }
+#pragma unroll
+    for (int i = 0; i < T / kRows; ++i)
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const int r = warp + i * kRows, c = lane + j * 32;
+        const float m = __fmaf_rn(a.momentum, old[i][j], g[i][j]), y = a.nesterov ? __fmaf_rn(a.momentum, m, g[i][j]) : m;
+        if (there(r, c)) {
+          b.momentum[at(r, c)] = m;
           if (!t.tall) x[int64_t(t.r0 + r) * b.ld + t.c0 + c] = __float2bfloat16_rn(y);
         }
         if (t.tall) turned[r][c] = y;
@@ -177,14 +193,24 @@ __global__ void __launch_bounds__(kThreads) apply_kernel(const MuonListArgs a) {
     __syncthreads();
   }
   const float step = a.lr * b.step, decay = a.lr * a.decay;
-#pragma unroll 4
-  for (int r = warp; r < T; r += kRows)
+  float o[T / kRows][2], w[T / kRows][2];
 #pragma unroll
-    for (int c = lane; c < T; c += 32) {
+  for (int i = 0; i < T / kRows; ++i)
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const int r = warp + i * kRows, c = lane + j * 32;
+      const bool there = t.r0 + r < b.rows && t.c0 + c < b.cols;
+      o[i][j] = !there ? 0.f : t.tall ? turned[r][c] : __bfloat162float(x[int64_t(t.r0 + r) * b.ld + t.c0 + c]);
+      w[i][j] = there ? b.weight[int64_t(t.r0 + r) * b.cols + t.c0 + c] : 0.f;
+    }
+#pragma unroll
+  for (int i = 0; i < T / kRows; ++i)
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const int r = warp + i * kRows, c = lane + j * 32;
       if (t.r0 + r >= b.rows || t.c0 + c >= b.cols) continue;
       const int64_t at = int64_t(t.r0 + r) * b.cols + t.c0 + c;
-      const float o = t.tall ? turned[r][c] : __bfloat162float(x[int64_t(t.r0 + r) * b.ld + t.c0 + c]), w = b.weight[at];
-      const float y = w - __fmaf_rn(step, o, decay * w);
+      const float y = w[i][j] - __fmaf_rn(step, o[i][j], decay * w[i][j]);
       b.weight[at] = y;
       if (b.copy) static_cast<nv_bf16*>(b.copy)[at] = __float2bfloat16_rn(y);
     }
