@@ -278,7 +278,7 @@ void train(const RunRequest& request, const RunEvents& events) {
     events.line("optimizer: " + optimizer_split.substr(at, end - at));
     at = end + 1;
   }
-  const double peak = measured_peak_flops(request.calibration_seconds, request.device);
+  const double peak = measured_peak_flops(request.calibration_seconds, request.device, request.bf16_products);
   events.line(fmt::format("machine: {:.1f} GFLOP/s in a plain matrix product", peak / 1e9));
   if (newest) events.line(fmt::format("going on from step {} of {}", state.step, options.steps));
 

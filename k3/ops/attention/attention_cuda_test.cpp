@@ -124,6 +124,7 @@ TEST(attention, cuda_in_bfloat16_is_near_float32) {
                              {{130}, Plain(130, 4, 4, 40, 8)},
                              {{300}, Plain(300, 4, 2, 64, 64)},
                              {{100, 37, 0, 64, 5, 1, 2}, Plain(209, 4, 2, 128, 128)},
+                             {{77, 1, 72}, Plain(150, 4, 2, 96, 64)},
                              {{200}, Plain(200, 2, 2, 192, 128)}}) {
     SCOPED_TRACE(fmt::format("{} tokens, {} / {} heads of {} / {}", in.tokens(), in.s.heads, in.s.kv_heads, in.s.key_dim, in.s.value_dim));
     testing::expect_cuda_equals_cpu(kNarrowTolerance, [&, &lengths = lengths, &in = in](Step& step) {
@@ -141,7 +142,7 @@ TEST(attention, cuda_in_bfloat16_is_near_float32) {
 }
 
 TEST(mla, cuda_in_bfloat16_is_near_float32) {
-  for (const Latent& in : {Latent(65, 4, 16, 8, 16, 24), Latent(207, 2, 128, 64, 128, 64)})
+  for (const Latent& in : {Latent(65, 4, 16, 8, 16, 24), Latent(207, 4, 64, 32, 64, 128), Latent(207, 2, 128, 64, 128, 64)})
     testing::expect_cuda_equals_cpu(kNarrowTolerance, [&](Step& step) {
       step.context.bf16_products = true;
       Param& w = in.weight(step);
