@@ -4,6 +4,7 @@
 // Bound: the tensor units through mma.sync, 4 products of a tile forward and 7 backward (scores and dP twice, so that a gradient has one owner).
 // Split: four warps of 16 rows each; forward and dQ: a block is 64 query rows of a kv head and goes through the keys, 64 or 32 at a time; dK, dV: a
 // block is 64 keys and goes through the query rows that see them, 32 at a time. The next tile comes in while one is worked on.
+// Heads come first in a grid, so that the longest tiles of all heads begin together.
 // A warp's weights stay in registers: the accumulators of one product are the left operand of the next.
 #include <type_traits>
 
@@ -128,8 +129,8 @@ struct Place {
 template <int K, int V, bool kExact>  // most channels, or just as many
 __global__ void __launch_bounds__(kThreads) forward_kernel(const AttentionNarrowArgs p) {
   extern __shared__ __align__(16) nv_bf16 narrow[];
-  const cpu::QueryTile item = p.a.query_tiles[blockIdx.x];
-  const Place<Widths<K, V, kExact>> w(p, item.sequence, blockIdx.y);
+  const cpu::QueryTile item = p.a.query_tiles[blockIdx.y];
+  const Place<Widths<K, V, kExact>> w(p, item.sequence, blockIdx.x);
   const int lane = threadIdx.x & 31, r0 = (threadIdx.x >> 5) * 16, key_size = kKeys * ld_of(w.key_dim), value_size = kKeys * ld_of(w.value_dim);
   nv_bf16 *q = narrow, *k = q + kRows * ld_of(w.key_dim), *v = k + 2 * key_size;
   const int64_t first = item.first_row, seen = w.token(min(first + kRows, w.all) - 1) + 1;
@@ -193,8 +194,8 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(const AttentionNarrow
 template <int K, int V, bool kExact>
 __global__ void __launch_bounds__(kThreads) keys_kernel(const AttentionNarrowArgs p) {
   extern __shared__ __align__(16) nv_bf16 narrow[];
-  const Place<Widths<K, V, kExact>> w(p, blockIdx.y, blockIdx.z);
-  const int64_t start = int64_t(blockIdx.x) * kKeys;
+  const Place<Widths<K, V, kExact>> w(p, blockIdx.y, blockIdx.x);
+  const int64_t start = int64_t(blockIdx.z) * kKeys;
   if (start >= w.s.queries) return;
   const int lane = threadIdx.x & 31, k0 = (threadIdx.x >> 5) * 16, q_size = kFew * ld_of(w.key_dim), dy_size = kFew * ld_of(w.value_dim);
   nv_bf16 *k = narrow, *v = k + kKeys * ld_of(w.key_dim), *q = v + kKeys * ld_of(w.value_dim), *dy = q + 2 * q_size;
@@ -276,8 +277,8 @@ __global__ void __launch_bounds__(kThreads) keys_kernel(const AttentionNarrowArg
 template <int K, int V, bool kExact>
 __global__ void __launch_bounds__(kThreads) queries_kernel(const AttentionNarrowArgs p) {
   extern __shared__ __align__(16) nv_bf16 narrow[];
-  const cpu::QueryTile item = p.a.query_tiles[blockIdx.x];
-  const Place<Widths<K, V, kExact>> w(p, item.sequence, blockIdx.y);
+  const cpu::QueryTile item = p.a.query_tiles[blockIdx.y];
+  const Place<Widths<K, V, kExact>> w(p, item.sequence, blockIdx.x);
   const int lane = threadIdx.x & 31, r0 = (threadIdx.x >> 5) * 16, key_size = kFew * ld_of(w.key_dim), value_size = kFew * ld_of(w.value_dim);
   nv_bf16 *q = narrow, *dy = q + kRows * ld_of(w.key_dim), *k = dy + kRows * ld_of(w.value_dim), *v = k + 2 * key_size;
   const int64_t first = item.first_row, seen = w.token(min(first + kRows, w.all) - 1) + 1;
@@ -344,14 +345,14 @@ cudaError_t launch(Kernel kernel, dim3 grid, size_t bytes, const AttentionNarrow
 }
 template <int K, int V, bool kExact>
 cudaError_t forward(const AttentionNarrowArgs& p, cudaStream_t s) {
-  return launch(forward_kernel<K, V, kExact>, dim3(unsigned(p.a.query_tile_count), unsigned(p.a.tiles.kv_heads)), sizes_of(p.a).forward(), p, s);
+  return launch(forward_kernel<K, V, kExact>, dim3(unsigned(p.a.tiles.kv_heads), unsigned(p.a.query_tile_count)), sizes_of(p.a).forward(), p, s);
 }
 template <int K, int V, bool kExact>
 cudaError_t backward(const AttentionNarrowArgs& p, cudaStream_t s) {
   const unsigned heads = unsigned(p.a.tiles.kv_heads);
-  const dim3 keys{unsigned((p.longest + kKeys - 1) / kKeys), unsigned(p.a.sequence_count), heads};
+  const dim3 keys{heads, unsigned(p.a.sequence_count), unsigned((p.longest + kKeys - 1) / kKeys)};
   if (cudaError_t e = launch(keys_kernel<K, V, kExact>, keys, sizes_of(p.a).keys(), p, s); e != cudaSuccess) return e;
-  return launch(queries_kernel<K, V, kExact>, dim3(unsigned(p.a.query_tile_count), heads), sizes_of(p.a).queries(), p, s);
+  return launch(queries_kernel<K, V, kExact>, dim3(heads, unsigned(p.a.query_tile_count)), sizes_of(p.a).queries(), p, s);
 }
 // f.template operator()<key channels, value channels, whether just as many or at most>()
 template <class F>
@@ -375,6 +376,7 @@ bool attention_narrow_serves(const AttentionArgs& a) {
 
 const char* attention_narrow_forward(const AttentionNarrowArgs& p, void* stream) {
   if (!attention_narrow_serves(p.a)) return "[attention] bfloat16 heads have up to 192 key and 128 value channels, in eights";
+  if (p.a.query_tile_count > 65535) return "[attention] bfloat16 attention takes up to 4 million tokens a call";
   if (p.a.query_tile_count == 0) return nullptr;
   cudaError_t e = with_widths(p.a, [&]<int K, int V, bool kExact>() { return forward<K, V, kExact>(p, cudaStream_t(stream)); });
   return e == cudaSuccess ? nullptr : cudaGetErrorString(e);
@@ -382,6 +384,7 @@ const char* attention_narrow_forward(const AttentionNarrowArgs& p, void* stream)
 
 const char* attention_narrow_backward(const AttentionNarrowArgs& p, void* stream) {
   if (!attention_narrow_serves(p.a)) return "[attention] bfloat16 heads have up to 192 key and 128 value channels, in eights";
+  if (p.a.query_tile_count > 65535) return "[attention] bfloat16 attention takes up to 4 million tokens a call";
   if (p.a.query_tile_count == 0) return nullptr;
   if (const char* e = attention_row_products(p.a, stream)) return e;
   cudaError_t e = with_widths(p.a, [&]<int K, int V, bool kExact>() { return backward<K, V, kExact>(p, cudaStream_t(stream)); });
