@@ -101,7 +101,17 @@ TEST(norm, a_gain_of_another_width_is_refused) {
 }
 
 TEST(norm, cuda_equals_cpu) {
-  for (auto [rows, d] : {std::pair<int64_t, int64_t>{1, 1}, {3, 17}, {130, 64}, {65, 128}, {70, 257}, {5, 7168}, {0, 8}, {70, 260}, {33, 512}, {17, 1000}, {130, 1024}}) {
+  for (auto [rows, d] : {std::pair<int64_t, int64_t>{1, 1},
+                         {3, 17},
+                         {130, 64},
+                         {65, 128},
+                         {70, 257},
+                         {5, 7168},
+                         {0, 8},
+                         {70, 260},
+                         {33, 512},
+                         {17, 1000},
+                         {130, 1024}}) {
     Values x(rows * d, 1), gate(rows * d, 2), w(d, 3), dy(rows * d, 4);
     for (int kind = 0; kind < 3; ++kind)
       testing::expect_cuda_equals_cpu(2 * tolerance(d + rows), [&, rows = rows, d = d](testing::Step& step) {
