@@ -1,4 +1,6 @@
-// route: a warp a token, up to 32 scores a lane in registers; top_k + 1 rounds of a maximum over (monotone score bits, lowest expert).
+// route: a warp a token, up to 32 choices a lane in registers as monotone bits. The (top_k + 1)-th largest of the lanes' maxima is a bound under which
+// nothing wanted lies; what reaches it, two dozen of 896, is gathered into one a lane and sorted by (choice, lowest expert). More than 32 reach it only
+// with many ties or a lane of many large ones: then top_k + 1 rounds of a maximum. A row's result is the same either way.
 // sort_rows: a warp takes 256 pairs in order and counts them by expert; running sums over the warps and the experts; the same walk again places
 // each pair. Stable by token, no atomics.
 #include "k3/core/tile.cuh"
@@ -7,7 +9,24 @@
 namespace k3::cuda {
 namespace {
 
+// Largest first over the lanes: the bitonic network.
+template <class T>
+__device__ __forceinline__ T sort_lanes(T x) {
+  const int lane = threadIdx.x & 31;
+#pragma unroll
+  for (int size = 2; size <= 32; size <<= 1)
+#pragma unroll
+    for (int step = size >> 1; step > 0; step >>= 1) {
+      const T other = __shfl_xor_sync(~0u, x, step);
+      const bool larger_here = !(lane & step) == !(lane & size);
+      if (larger_here ? other > x : other < x) x = other;
+    }
+  return x;
+}
+
+template <int N>  // choices a lane
 __global__ void __launch_bounds__(128) route_kernel(const RouteArgs a) {
+  __shared__ uint64_t gathered[4][32];
   const int64_t row = int64_t(blockIdx.x) * 4 + (threadIdx.x >> 5);
   const int lane = threadIdx.x & 31;
   if (row >= a.rows) return;
@@ -16,43 +35,59 @@ __global__ void __launch_bounds__(128) route_kernel(const RouteArgs a) {
     if (a.cutoff && lane == 0) a.cutoff[row] = 0.f;
     return;
   }
-  float score[32];
-  uint32_t key[32];  // larger is better; 0 is nothing
+  const float* logits = a.logits + row * a.experts;
+  auto score = [&](int e) { return 1.f / (1.f + expf(-logits[e])); };
+  uint32_t key[N], best = 0;  // larger is better; 0 is nothing
 #pragma unroll
-  for (int i = 0; i < 32; ++i) {
+  for (int i = 0; i < N; ++i) {
     const int e = i * 32 + lane;
-    key[i] = 0, score[i] = 0.f;
+    key[i] = 0;
     if (e < a.experts) {
-      score[i] = 1.f / (1.f + expf(-a.logits[row * a.experts + e]));
-      uint32_t bits = __float_as_uint(score[i] + a.bias[e]);
+      const uint32_t bits = __float_as_uint(score(e) + a.bias[e]);
       key[i] = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
     }
+    best = max(best, key[i]);
   }
-  int mine = -1;
-  float weight = 0.f, sum = 0.f;
-  for (int k = 0; k <= a.top_k; ++k) {
-    uint32_t best = 0;
-    int at = 0;
+  const uint32_t bound = __shfl_sync(~0u, sort_lanes(best), a.top_k);
+  uint64_t* to = gathered[threadIdx.x >> 5];
+  int reached = 0;
 #pragma unroll
-    for (int i = 0; i < 32; ++i)
-      if (key[i] > best) best = key[i], at = i;
-    const uint32_t top = __reduce_max_sync(~0u, best);
-    const uint32_t expert = __reduce_min_sync(~0u, best == top ? uint32_t(at * 32 + lane) : ~0u);
-    if (k == a.top_k) {
-      if (a.cutoff && lane == 0) a.cutoff[row] = __uint_as_float(top & 0x80000000u ? top & 0x7fffffffu : ~top);
-      break;
+  for (int i = 0; i < N; ++i) {
+    const bool mine = key[i] >= bound;
+    const uint32_t all = __ballot_sync(~0u, mine);
+    const int at = reached + __popc(all & ((1u << lane) - 1));
+    if (mine && at < 32) to[at] = uint64_t(key[i]) << 32 | uint32_t(~(i * 32 + lane));
+    reached += __popc(all);
+  }
+  __syncwarp();
+  uint64_t chosen = lane < reached ? to[lane] : 0;  // of rank `lane`
+  if (reached <= 32) {
+    chosen = sort_lanes(chosen);
+  } else {
+    uint64_t ranked = 0;
+    for (int k = 0; k <= a.top_k; ++k) {
+      uint32_t most = 0;
+      int at = 0;
+#pragma unroll
+      for (int i = 0; i < N; ++i)
+        if (key[i] > most) most = key[i], at = i;
+      const uint32_t top = __reduce_max_sync(~0u, most), expert = __reduce_min_sync(~0u, most == top ? uint32_t(at * 32 + lane) : ~0u);
+#pragma unroll
+      for (int i = 0; i < N; ++i)
+        if (uint32_t(i * 32 + lane) == expert) key[i] = 0;
+      if (lane == k) ranked = uint64_t(top) << 32 | uint32_t(~expert);
     }
-    float s = 0.f;
-#pragma unroll
-    for (int i = 0; i < 32; ++i)
-      if (i * 32 + lane == int(expert)) s = score[i], key[i] = 0;
-    s = __shfl_sync(~0u, s, expert & 31);
-    sum += s;
-    if (lane == k) mine = int(expert), weight = s;
+    chosen = ranked;
   }
+  const int expert = int(~uint32_t(chosen));
+  const float weight = lane < a.top_k ? score(expert) : 0.f, sum = warp_sum(weight);
   if (lane < a.top_k) {
-    a.chosen[row * a.top_k + lane] = mine;
+    a.chosen[row * a.top_k + lane] = expert;
     a.weights[row * a.top_k + lane] = (a.renormalize ? weight / (sum + 1e-20f) : weight) * a.scale;
+  }
+  if (a.cutoff && lane == a.top_k) {
+    const uint32_t top = uint32_t(chosen >> 32);
+    a.cutoff[row] = __uint_as_float(top & 0x80000000u ? top & 0x7fffffffu : ~top);
   }
 }
 
@@ -128,7 +163,8 @@ const char* result() {
 
 const char* route(const RouteArgs& a, void* stream) {
   if (a.experts > 1024 || a.top_k > 31 || a.top_k >= a.experts) return "[route] the GPU serves up to 1024 experts and top_k up to 31, below the number of experts";
-  if (a.rows) route_kernel<<<unsigned((a.rows + 3) / 4), 128, 0, cudaStream_t(stream)>>>(a);
+  const auto kernel = a.experts <= 64 ? route_kernel<2> : a.experts <= 256 ? route_kernel<8> : a.experts <= 896 ? route_kernel<28> : route_kernel<32>;
+  if (a.rows) kernel<<<unsigned((a.rows + 3) / 4), 128, 0, cudaStream_t(stream)>>>(a);
   return result();
 }
 
