@@ -3,7 +3,9 @@
 #include <cmath>
 
 #include "k3/core/error.h"
+#include "k3/core/gpu.h"
 #include "k3/core/threads.h"
+#include "k3/ops/rope/rope_cuda.h"
 #include "k3/tape/tape.h"
 
 namespace k3 {
@@ -38,6 +40,17 @@ void rotate(const float* x, float* y, const std::vector<int64_t>& positions, con
   });
 }
 
+void rotate_on_gpu([[maybe_unused]] Context& c, [[maybe_unused]] const float* x, [[maybe_unused]] float* y,
+                   [[maybe_unused]] const std::vector<int64_t>& positions, [[maybe_unused]] const RopeShape& s, [[maybe_unused]] float direction,
+                   [[maybe_unused]] bool add) {
+  if constexpr (gpu::kBuilt) {
+    Scratch scratch(*c.arena);
+    Tensor at = scratch.lend(DType::i64, {int64_t(positions.size())});
+    write(at, positions.data());
+    gpu::check(cuda::rope({int64_t(positions.size()), s.heads, s.plain, s.width, s.theta, at.as<int64_t>(), x, y, direction, add}, gpu::stream()));
+  }
+}
+
 }  // namespace
 
 Var rope(Var x, const RopeShape& s, const Batch& batch, const std::vector<int64_t>& first) {
@@ -50,7 +63,6 @@ Var rope(Var x, const RopeShape& s, const Batch& batch, const std::vector<int64_
            to_string(x.value().shape()), batch.tokens(), s.heads, s.plain, s.width, batch.tokens(), columns);
   K3_CHECK(first.empty() || int64_t(first.size()) == batch.sequences(), "[rope] {} first positions for {} sequences", first.size(),
            batch.sequences());
-  K3_CHECK(c.device != Device::cuda, "[rope] there is no GPU kernel of this alternative yet; use --device cpu");
   std::vector<int64_t> positions(size_t(batch.tokens()), 0);
   for (int64_t q = 0; q < batch.sequences(); ++q)
     for (int64_t i = 0; i < batch.length(q); ++i) positions[size_t(batch.begin(q) + i)] = (first.empty() ? 0 : first[size_t(q)]) + i;
@@ -58,10 +70,12 @@ Var rope(Var x, const RopeShape& s, const Batch& batch, const std::vector<int64_
   const double n = double(x.rows()) * double(s.heads * s.width);
   c.cost("rope", {.flops = 3 * n, .bytes = 8 * double(x.size())});
   if (c.device == Device::cpu) rotate<false>(x.f32(), y.f32(), positions, s, 1);
+  if (c.device == Device::cuda) rotate_on_gpu(c, x.f32(), y.f32(), positions, s, 1, false);
   on_backward(y, [=, &c] {
     Tensor dx = x.grad();
     c.cost("rope", {.flops = 3 * n, .bytes = 12 * double(x.size())});
     if (c.device == Device::cpu) rotate<true>(y.grad().f32(), dx.f32(), positions, s, -1);
+    if (c.device == Device::cuda) rotate_on_gpu(c, y.grad().f32(), dx.f32(), positions, s, -1, true);
   });
   return y;
 }

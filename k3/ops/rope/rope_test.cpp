@@ -78,6 +78,26 @@ TEST(rope, one_thread_equals_many) {
   });
 }
 
+// The same double-precision angles, cosine and sine rounded once; a product may be fused with the sum.
+TEST(rope, cuda_equals_cpu) {
+  for (auto [heads, plain, width] : {std::array<int64_t, 3>{1, 0, 2}, {3, 5, 8}, {2, 128, 64}, {1, 3, 700}}) {
+    const RopeShape shape{heads, plain, width};
+    const int64_t row = heads * (plain + width);
+    for (const auto& [lengths, first] :
+         {std::pair<std::vector<int64_t>, std::vector<int64_t>>{{3, 0, 2, 1}, {0, 9, 0, 70000}}, {{70}, {}}, {{0}, {}}}) {
+      const Batch batch = Batch::of_lengths(lengths);
+      const int64_t n = batch.tokens();
+      Values x(n * row, 1), dy(n * row, 2);
+      testing::expect_cuda_equals_cpu(4 * 6e-8, [&, &first = first](testing::Step& step) {
+        Var in = step.input(x, {n, row});
+        Var y = rope(in, shape, batch, first);
+        step.backward(y, dy);
+        return std::vector<Tensor>{y.value(), in.grad()};
+      });
+    }
+  }
+}
+
 TEST(rope, bad_arguments_are_named) {
   testing::Step step;
   Var x = step.input(Values(20, 1), {2, 10});
