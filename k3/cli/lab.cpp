@@ -55,6 +55,7 @@ void add_lab(CLI::App& app) {
   run->add_flag("--quick", r->setting.quick, "smaller sizes, to see whether it works");
   run->add_option("--seeds", r->setting.seeds, "runs of each arm")->capture_default_str();
   run->add_option("--out", r->out, "folder for results")->required();
+  add_device(run, r->setting.device, r->setting.bf16);
   run->callback([=] { run_lab(*r); });
 }
 

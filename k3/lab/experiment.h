@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "k3/chart/chart.h"
+#include "k3/core/device.h"
 
 namespace k3::lab {
 
@@ -21,6 +22,8 @@ using nlohmann::json;
 struct Setting {
   bool quick = false;
   int64_t seeds = 3;
+  Device device = Device::cpu;  // of what is trained; simulations stay on the CPU
+  bool bf16 = false;            // products on a GPU
   // the first for a quick run, the second for a full one
   template <class T>
   T pick(T small, T full) const {

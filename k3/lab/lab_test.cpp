@@ -9,6 +9,7 @@
 #include "k3/core/testing.h"
 #include "k3/core/error.h"
 #include "k3/core/file.h"
+#include "k3/core/gpu.h"
 #include "k3/core/threads.h"
 #include "k3/lab/learn.h"
 #include "k3/lab/runner.h"
@@ -93,6 +94,25 @@ TEST(learn, loss_falls_and_one_thread_equals_many) {
   EXPECT_EQ(one, four);
   EXPECT_LT(one["loss"][1].get<double>(), one["loss"][0].get<double>());
   EXPECT_EQ(one["steps"], json({20, 40}));
+}
+
+// The same job on both devices, with everything that a job can ask for; rounding grows over six steps. Two runs on the GPU: the same bits.
+TEST(learn, a_job_on_the_gpu_goes_as_on_the_cpu) {
+  if (const std::string why = gpu::why_not(); !why.empty()) GTEST_SKIP() << why;
+  Job job = tiny();
+  job.model.insert(job.model.end(), {"num_hidden_layers=3", "attn_res_block_size=2"});
+  job.probe = true, job.lengths = {32}, job.init_scale = 0.5;
+  const json cpu = learn(job, [](double) {});
+  job.device = Device::cuda;
+  const json gpu = learn(job, [](double) {});
+  EXPECT_EQ(gpu, learn(job, [](double) {}));
+  for (size_t i = 0; i < cpu["loss"].size(); ++i) EXPECT_NEAR(gpu["loss"][i].get<double>(), cpu["loss"][i].get<double>(), 2e-3);
+  EXPECT_NEAR(gpu["at_length"]["32"]["loss"].get<double>(), cpu["at_length"]["32"]["loss"].get<double>(), 2e-3);
+  for (const char* key : {"hidden_rms", "sublayer_rms", "gradient"})
+    for (size_t i = 0; i < cpu["probe"][key].size(); ++i) {
+      const double want = cpu["probe"][key][i].get<double>();
+      EXPECT_NEAR(gpu["probe"][key][i].get<double>(), want, 2e-2 * want) << key << " " << i;
+    }
 }
 
 TEST(learn, side_by_side_equals_one_after_the_other) {

@@ -7,6 +7,7 @@
 #include <cstring>
 
 #include "k3/core/error.h"
+#include "k3/core/gpu.h"
 #include "k3/model/init.h"
 #include "k3/ops/depth_mix/depth_mix_ref.h"
 #include "k3/ops/loss/loss.h"
@@ -14,6 +15,7 @@
 #include "k3/train/balance.h"
 #include "k3/train/optimizer.h"
 #include "k3/train/schedule.h"
+#include "k3/train/step_memory.h"
 
 namespace k3::lab {
 
@@ -34,18 +36,12 @@ Tokens tokens(const Job& job, uint64_t first, int64_t sequences, int64_t length)
   t.batch = Batch::of_lengths(std::vector<int64_t>(size_t(sequences), length));
   return t;
 }
-Tensor lend(Context& c, const std::vector<int32_t>& v, int64_t n) {
-  Tensor t = c.arena->lend(DType::i32, {n});
-  if (c.device == Device::cpu) std::memcpy(t.data(), v.data(), t.bytes());
-  return t;
-}
-
 // Loss and backward; the memory is the caller's to take back.
 Loss step_of(Model& model, Context& c, const Tokens& t, float weight) {
   Tape tape;
   c.tape = &tape;
   const int64_t n = t.batch.tokens();
-  Loss loss = cross_entropy(model.forward(c, lend(c, t.ids, n), t.batch), model.lm_head(), lend(c, t.targets, n), weight);
+  Loss loss = cross_entropy(model.forward(c, lend_ids(c, t.ids, n), t.batch), model.lm_head(), lend_ids(c, t.targets, n), weight);
   tape.run_backward();
   c.tape = nullptr;
   return loss;
@@ -81,10 +77,10 @@ Score score(Model& model, const Job& job, int64_t sequences, int64_t length) {
   const int64_t V = model.config().vocab_size;
   for (int64_t i = 0; i < sequences; i += 8) {
     Tokens t = tokens(job, kHeldOut + uint64_t(i), std::min<int64_t>(8, sequences - i), length);
-    Arena arena(size_t(4) << 30);  // resident only where written
-    Context c{.arena = &arena};
+    Arena arena(size_t(4) << 30, model.params().device());  // resident only where written
+    Context c{.device = arena.device(), .arena = &arena};
     const int64_t n = t.batch.tokens();
-    Tensor l = logits(model.forward(c, lend(c, t.ids, n), t.batch), model.lm_head());
+    const HostCopy l(logits(model.forward(c, lend_ids(c, t.ids, n), t.batch), model.lm_head()));
     for (int64_t r = 0; r < n; ++r) {
       if (t.targets[size_t(r)] < 0) continue;
       const float* row = l.f32() + r * V;
@@ -117,8 +113,8 @@ json depth_weights(Model& model, const std::vector<float>& embedding, const std:
   for (size_t i = 0; i <= outputs.size(); ++i) {
     const std::string reader =
         i == outputs.size() ? "model.output_attn_res" : fmt::format("model.layers.{}.{}_res", i / 2, i % 2 ? "mlp" : "self_attention");
-    const float *norm = model.params().find(reader + "_norm.weight")->value.f32(), *query = model.params().find(reader + "_proj.weight")->value.f32();
-    std::vector<double> w(norm, norm + d), q(query, query + d), mean(blocks.size() + 1, 0.0), r, s, a;
+    const HostCopy norm(model.params().find(reader + "_norm.weight")->value), query(model.params().find(reader + "_proj.weight")->value);
+    std::vector<double> w(norm.f32(), norm.f32() + d), q(query.f32(), query.f32() + d), mean(blocks.size() + 1, 0.0), r, s, a;
     for (int64_t t = 0; t < n; ++t) {
       std::vector<std::vector<double>> rows_of;
       for (const auto& b : blocks) rows_of.emplace_back(b.begin() + t * d, b.begin() + (t + 1) * d);
@@ -146,13 +142,15 @@ json probe(Model& model, const Job& job) {
   std::vector<double> sum(size_t(L), 0), sublayer(size_t(2 * L), 0), routed(size_t(L), 0), shared(size_t(L), 0), gradient(size_t(L), 0);
   std::vector<float> embedding;
   std::vector<std::vector<float>> outputs(size_t(2 * L));
-  Arena arena(size_t(4) << 30);
-  Context c{.arena = &arena};
-  c.on_record = [&](std::string_view name, const Tensor& t) {
+  Arena arena(size_t(4) << 30, model.params().device());
+  Context c{.device = arena.device(), .arena = &arena};
+  c.on_record = [&](std::string_view name, const Tensor& anywhere) {
     const size_t dot = name.rfind('.');
     const std::string_view kind = name.substr(0, dot);
     const size_t l = size_t(std::atoll(std::string(name.substr(dot + 1)).c_str()));
-    if (t.dtype() != DType::f32) return;
+    if (anywhere.dtype() != DType::f32) return;
+    const HostCopy copy(anywhere);
+    const Tensor& t = copy.tensor();
     if (name == "hidden.0") embedding.assign(t.f32(), t.f32() + t.size());
     if (kind == "attn_out" || kind == "ffn_out") outputs[2 * l + (kind == "ffn_out")].assign(t.f32(), t.f32() + t.size());
     if (kind == "partial_sum") sum[l] = rms(t.f32(), t.size());
@@ -167,7 +165,7 @@ json probe(Model& model, const Job& job) {
   for (const Param& p : model.params().all()) {
     if (!p.name.starts_with("model.layers.") || p.grad.empty() || p.role.kind != Role::Kind::matrix) continue;
     const size_t l = size_t(std::atoll(p.name.c_str() + 13));
-    double r = rms(p.grad.f32(), p.grad.size());
+    double r = rms(HostCopy(p.grad).f32(), p.grad.size());
     gradient[l] += r * r * double(p.grad.size());
   }
   for (double& g : gradient) g = std::sqrt(g);
@@ -184,8 +182,10 @@ json probe(Model& model, const Job& job) {
 }  // namespace
 
 json Job::to_json() const {
-  return {{"model", model}, {"train", train}, {"task", task.name}, {"symbols", task.symbols}, {"length", length}, {"sequences", sequences},
-          {"steps", steps}, {"looks", looks}, {"seed", seed},      {"lengths", lengths},      {"probe", probe},   {"init_scale", init_scale}};
+  json j = {{"model", model}, {"train", train}, {"task", task.name}, {"symbols", task.symbols}, {"length", length}, {"sequences", sequences},
+            {"steps", steps}, {"looks", looks}, {"seed", seed},      {"lengths", lengths},      {"probe", probe},   {"init_scale", init_scale}};
+  if (device == Device::cuda) j["device"] = bf16 ? "cuda, bf16" : "cuda";  // other bits
+  return j;
 }
 
 Config base() {
@@ -231,15 +231,19 @@ json learn(const Job& job, const Tick& tick) {
   Model model(config_of(job));
   model.params().allocate(Device::cpu);
   initialize(model, uint64_t(job.seed));
-  model.params().allocate_grads();
   if (job.init_scale != 1)
     for (Param& p : model.params().all())
       for (int64_t i = 0; p.role.kind == Role::Kind::matrix && i < p.value.size(); ++i) p.value.f32()[i] *= float(job.init_scale);
-  Optimizer optimizer(model.params(), options);
+  model.params().move_to(job.device);
+  model.params().allocate_grads();
+  model.bf16_products = job.bf16;
+  Optimizer optimizer(model.params(), options, job.device);
   Balance balance(model, options);
   Null null(model.config());
   null.step(job.sequences, job.length);
-  Arena arena(null.bytes + (size_t(1) << 30));  // the optimizer's scratch too; resident only where written
+  std::unique_ptr<Arena> room;
+  make_room(room, null.bytes + (size_t(1) << 30), job.device);  // the optimizer's scratch too; resident only where written
+  Arena& arena = *room;
   json r = {{"steps", json::array()}, {"loss", json::array()}, {"accuracy", json::array()}, {"train_loss", json::array()}, {"load", json::array()}};
   r["parameters"] = model.params().count(), r["flops"] = null.flops;
   double recent = 0;
@@ -249,7 +253,7 @@ json learn(const Job& job, const Tick& tick) {
     arena.rewind(0);
     model.params().zero_grads();
     balance.begin_step();
-    Context c{.arena = &arena, .observe = true};
+    Context c{.device = job.device, .arena = &arena, .bf16_products = job.bf16, .observe = true};
     Loss loss = step_of(model, c, t, float(1 / double(std::max<int64_t>(1, t.counted()))));
     arena.rewind(0);
     recent += loss.sum / double(std::max<int64_t>(1, loss.count)), ++recent_steps;
@@ -313,8 +317,8 @@ std::string show(const Spread& s, int digits) {
   return fmt::format("{:.{}f} ({:.{}f} to {:.{}f})", s.mean, digits, s.low, digits, s.high, digits);
 }
 
-Unit unit_of(const std::string& arm, Job job, int64_t seed) {
-  job.seed = seed;
+Unit unit_of(const Setting& setting, const std::string& arm, Job job, int64_t seed) {
+  job.seed = seed, job.device = setting.device, job.bf16 = setting.bf16;
   return {fmt::format("{}-{}", arm, seed), work_of(job), job.to_json(), [job](const Tick& tick) { return learn(job, tick); }};
 }
 

@@ -3,7 +3,7 @@
 //
 //   json r = learn(job, tick);      // {"steps": [...], "loss": [...], "accuracy": [...], "load": [...], "parameters": n, "flops": f, ...}
 //
-// The bits depend on the job alone, not on threads.
+// The bits depend on the job alone (its device too), not on threads.
 #include <functional>
 
 #include "k3/lab/experiment.h"
@@ -23,6 +23,8 @@ struct Job {
   std::vector<int64_t> lengths;  // evaluated once more at these lengths at the end
   bool probe = false;            // magnitude and gradient over depth, share of routed output, weights over depth
   double init_scale = 1;         // all matrices times this
+  Device device = Device::cpu;   // both from the Setting
+  bool bf16 = false;
   json to_json() const;
 };
 Config base();  // two KDA layers of width 64, dense
@@ -49,7 +51,7 @@ Spread spread(const std::vector<double>& values);
 std::vector<double> over_seeds(const Results& r, const std::string& arm, int64_t seeds, const std::function<double(const json&)>& value);
 Series curve(const Results& r, const std::string& arm, int64_t seeds, const std::string& key);  // mean and range of result[key] over result["steps"]
 std::string show(const Spread& s, int digits = 3);                                              // "1.234 (1.2 to 1.3)"
-Unit unit_of(const std::string& arm, Job job, int64_t seed);                                    // key arm-seed
+Unit unit_of(const Setting& setting, const std::string& arm, Job job, int64_t seed);            // key arm-seed
 inline double final_loss(const json& r) { return r["loss"].back(); }
 
 }  // namespace k3::lab

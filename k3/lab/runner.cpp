@@ -141,8 +141,7 @@ void run(const Request& request, const Hooks& hooks) {
       if (!w.done.contains(u.key)) todo.push_back(&u);
     std::stable_sort(todo.begin(), todo.end(), [](const Unit* a, const Unit* b) { return a->work > b->work; });  // so that the cores end together
     std::mutex mutex;
-    // One unit a core: models this small leave nothing to share inside a step, and their bits do not depend on it.
-    parallel_for(int64_t(todo.size()), [&](int64_t i) {
+    auto run_unit = [&](int64_t i) {
       const Unit& u = *todo[size_t(i)];
       const auto began = Clock::now();
       json result = u.run([&](double part) { progress.see(w.experiment->name, u, part); });
@@ -150,10 +149,16 @@ void run(const Request& request, const Hooks& hooks) {
       write_file(folder + "/runs/" + u.key + ".json", json{{"what", u.what}, {"seconds", since(began)}, {"result", result}}.dump());
       std::lock_guard lock(mutex);
       w.done[u.key] = std::move(result);
-    });
+    };
+    // One unit a core: models this small leave nothing to share inside a step, and their bits do not depend on it. A GPU has one stream.
+    if (request.setting.device == Device::cpu)
+      parallel_for(int64_t(todo.size()), [&](int64_t n) { run_unit(n); });
+    else
+      for (int64_t i = 0; i < int64_t(todo.size()); ++i) run_unit(i);
     const Findings f = w.experiment->conclude(request.setting, w.done);
     const std::string command =
-        fmt::format("k3 lab run {}{} --seeds {} --out OUT", w.experiment->name, request.setting.quick ? " --quick" : "", request.setting.seeds);
+        fmt::format("k3 lab run {}{}{}{} --seeds {} --out OUT", w.experiment->name, request.setting.quick ? " --quick" : "",
+                    request.setting.device == Device::cuda ? " --device cuda" : "", request.setting.bf16 ? " --bf16" : "", request.setting.seeds);
     json tables = json::array();
     std::string text = fmt::format("{}: {}\n{}\n", w.experiment->name, w.experiment->question, f.answer);
     for (const std::string& n : f.notes) text += "- " + n + "\n";

@@ -26,7 +26,7 @@ Job job_of(const Setting& s, const std::string& set) {
 std::vector<Unit> units(const Setting& s) {
   std::vector<Unit> out;
   for (const auto& [name, set] : kArms)
-    for (int64_t seed = 1; seed <= s.seeds; ++seed) out.push_back(unit_of(name, job_of(s, set), seed));
+    for (int64_t seed = 1; seed <= s.seeds; ++seed) out.push_back(unit_of(s, name, job_of(s, set), seed));
   return out;
 }
 

@@ -127,7 +127,7 @@ std::vector<Unit> units(const Setting& s) {
                      [=](const Tick& tick) { return simulate(sim, steps, uint64_t(seed), tick); }});
     }
   for (const auto& [name, set] : kTrained)
-    for (int64_t seed = 1; seed <= s.seeds; ++seed) out.push_back(unit_of("trained " + name, job_of(s, set), seed));
+    for (int64_t seed = 1; seed <= s.seeds; ++seed) out.push_back(unit_of(s, "trained " + name, job_of(s, set), seed));
   return out;
 }
 

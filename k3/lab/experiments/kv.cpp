@@ -49,7 +49,7 @@ std::string arm_of(const Way& w) {
 std::vector<Unit> units(const Setting& s) {
   std::vector<Unit> out;
   for (const Way& w : ways())
-    for (int64_t seed = 1; seed <= s.seeds; ++seed) out.push_back(unit_of(arm_of(w), job_of(s, w), seed));
+    for (int64_t seed = 1; seed <= s.seeds; ++seed) out.push_back(unit_of(s, arm_of(w), job_of(s, w), seed));
   return out;
 }
 

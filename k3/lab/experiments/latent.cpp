@@ -20,7 +20,7 @@ const char* const kArms[] = {"moe", "eff", "acc"};
 std::vector<Unit> units(const Setting& s) {
   std::vector<Unit> out;
   for (const char* arm : kArms)
-    for (int64_t seed = 1; seed <= s.seeds; ++seed) out.push_back(unit_of(arm, job_of(s, arm), seed));
+    for (int64_t seed = 1; seed <= s.seeds; ++seed) out.push_back(unit_of(s, arm, job_of(s, arm), seed));
   return out;
 }
 

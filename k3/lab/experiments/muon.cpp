@@ -56,7 +56,7 @@ std::vector<Unit> units(const Setting& s) {
              for (double f : kFactors) j[o].push_back(update_spread(o, f, uint64_t(seed)));
            return j;
          }});
-    for (const char* o : kOptimizers) out.push_back(unit_of(o, job_of(s, o), seed));
+    for (const char* o : kOptimizers) out.push_back(unit_of(s, o, job_of(s, o), seed));
   }
   return out;
 }

@@ -29,7 +29,7 @@ std::vector<Unit> units(const Setting& s) {
   std::vector<Unit> out;
   for (const char* task : kTasks)
     for (const auto& [name, set] : kArms)
-      for (int64_t seed = 1; seed <= s.seeds; ++seed) out.push_back(unit_of(fmt::format("{} {}", task, name), job_of(s, task, set), seed));
+      for (int64_t seed = 1; seed <= s.seeds; ++seed) out.push_back(unit_of(s, fmt::format("{} {}", task, name), job_of(s, task, set), seed));
   return out;
 }
 

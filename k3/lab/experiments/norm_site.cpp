@@ -26,7 +26,7 @@ std::vector<Unit> units(const Setting& s) {
   std::vector<Unit> out;
   for (const char* site : kSites)
     for (double scale : kScales)
-      for (int64_t seed = 1; seed <= s.seeds; ++seed) out.push_back(unit_of(arm_of(site, scale), job_of(s, site, scale), seed));
+      for (int64_t seed = 1; seed <= s.seeds; ++seed) out.push_back(unit_of(s, arm_of(site, scale), job_of(s, site, scale), seed));
   return out;
 }
 

@@ -31,7 +31,7 @@ std::vector<Unit> units(const Setting& s) {
     for (int64_t length : lengths(s))
       for (const auto& [name, set] : kMixers)
         for (int64_t seed = 1; seed <= s.seeds; ++seed)
-          out.push_back(unit_of(fmt::format("{} {} {}", task, length, name), job_of(s, task, length, set), seed));
+          out.push_back(unit_of(s, fmt::format("{} {} {}", task, length, name), job_of(s, task, length, set), seed));
   return out;
 }
 
