@@ -2,8 +2,10 @@
 #include <gtest/gtest.h>
 #include <unistd.h>
 
+#include <cmath>
 #include <filesystem>
 #include <map>
+#include <memory>
 
 #include "k3/core/error.h"
 #include "k3/core/file.h"
@@ -74,6 +76,47 @@ TEST_P(golden, gradients_match) {
   for (ParityRow& r : report.rows)
     if (r.name.find("_res_") != std::string::npos) r.limit = 3e-4;
   expect_good(report);
+}
+
+// What --bf16 is held to (parity.h), on a model whose matrices are rounded, which is a quarter of the limit; and on one with 3 bits in place of 8.
+TEST_P(golden, limits_of_bfloat16_pass_its_rounding_and_catch_a_coarser_one) {
+  Config config = Config::load(folder());
+  config.finish();
+  Snapshot snapshot(folder()), recording(folder() + "/golden.safetensors");
+  Model model(config);
+  load(model, snapshot, {.for_training = true});
+  ParityOptions options{.rtol = 1e-5};
+  allow_bf16(model, recording, nullptr, options);
+  expect_good(compare_forward(model, recording, options));
+  for (Param& p : model.params().all())
+    for (int64_t i = 0; p.shape.rank >= 2 && i < p.value.size(); ++i) {
+      int exponent;
+      const float fraction = std::frexp(p.value.f32()[i], &exponent);
+      p.value.f32()[i] = std::ldexp(std::round(fraction * 8) / 8, exponent);
+    }
+  EXPECT_FALSE(compare_forward(model, recording, options).good);
+}
+
+TEST_P(golden, cuda_in_bfloat16_stays_within_its_limits) {
+  if (const std::string why = gpu::why_not(); !why.empty()) GTEST_SKIP() << why;
+  Config config = Config::load(folder());
+  config.finish();
+  Snapshot snapshot(folder()), recording(folder() + "/golden.safetensors");
+  const std::string file = folder() + "/grads.safetensors";
+  std::unique_ptr<Snapshot> slopes;
+  if (std::filesystem::exists(file)) slopes = std::make_unique<Snapshot>(file);
+  ParityOptions options;
+  {
+    Model exact(config);
+    load(exact, snapshot, {.for_training = true});
+    allow_bf16(exact, recording, slopes.get(), options);
+  }
+  Model model(config), trained(config);
+  load(model, snapshot, {.device = Device::cuda, .bf16_products = true});
+  expect_good(compare_forward(model, recording, options));
+  if (!slopes) return;
+  load(trained, snapshot, {.for_training = true, .device = Device::cuda, .bf16_products = true});
+  expect_good(compare_gradients(trained, recording, *slopes, options));
 }
 
 // The same on the GPU in float32: sums in other orders.

@@ -21,11 +21,12 @@ struct VerifyFlags {
   MemoryFlags memory;
 };
 
-int print(const ParityReport& report) {
+int print(const ParityReport& report, bool limits) {
   int bad = 0;
   for (const ParityRow& r : report.rows) {
-    fmt::print("{}  {:<72} relative {:9.2e}  worst {:9.2e}{}{}\n", r.good() ? "ok  " : "FAIL", r.name, r.relative, r.worst,
-               r.at >= 0 ? fmt::format(" at {}", r.at) : "", r.note.empty() ? "" : "  " + r.note);
+    fmt::print("{}  {:<72} relative {:9.2e}{}  worst {:9.2e}{}{}\n", r.good() ? "ok  " : "FAIL", r.name, r.relative,
+               limits ? fmt::format(" of {:8.2e}", r.limit) : "", r.worst, r.at >= 0 ? fmt::format(" at {}", r.at) : "",
+               r.note.empty() ? "" : "  " + r.note);
     bad += !r.good();
   }
   return bad;
@@ -63,8 +64,23 @@ void run(const VerifyFlags& f) {
     fmt::print("recorded {}\n", f.record);
     return;
   }
-  ParityReport forward = compare_forward(model, recording, f.options);
-  int bad = print(forward);
+  std::unique_ptr<Snapshot> slopes;
+  if (f.gradients) {
+    std::string file = f.gradients_file.empty() ? f.model + "/grads.safetensors" : f.gradients_file;
+    K3_CHECK(fs::exists(file), "[verify] {} is not there; name the recorded gradients with --gradients-file FILE", file);
+    slopes = std::make_unique<Snapshot>(file);
+  }
+  ParityOptions options = f.options;
+  if (f.load.bf16_products) {
+    Model exact(config);
+    load(exact, Snapshot(folder), {.for_training = true});
+    allow_bf16(exact, recording, slopes.get(), options);
+    fmt::print(
+        "limits: {:g} times what rounding every matrix to bfloat16 moves the tensor, in float32 on the CPU; logits {:.2e}, greedy within {:.2g}\n",
+        kBf16Factor, std::max(options.rtol, options.limits["logits"]), options.greedy_gap);
+  }
+  ParityReport forward = compare_forward(model, recording, options);
+  int bad = print(forward, f.load.bf16_products);
   if (!forward.ties.empty()) {
     fmt::print("{} router choices are nearly tied (margin below {:g}); another rounding may choose otherwise{}\n", forward.ties.size(), f.options.tie,
                forward.good ? "" : "; try --force-routing");
@@ -72,10 +88,8 @@ void run(const VerifyFlags& f) {
   }
   size_t rows = forward.rows.size();
   if (f.gradients) {
-    std::string file = f.gradients_file.empty() ? f.model + "/grads.safetensors" : f.gradients_file;
-    K3_CHECK(fs::exists(file), "[verify] {} is not there; name the recorded gradients with --gradients-file FILE", file);
-    ParityReport g = compare_gradients(model, recording, Snapshot(file), f.options);
-    bad += print(g);
+    ParityReport g = compare_gradients(model, recording, *slopes, options);
+    bad += print(g, f.load.bf16_products);
     rows += g.rows.size();
     auto worst = std::max_element(g.rows.begin(), g.rows.end(), [](auto& a, auto& b) { return a.relative < b.relative; });
     if (worst != g.rows.end()) fmt::print("largest relative error of a gradient: {:.2e} ({})\n", worst->relative, worst->name);
