@@ -3,7 +3,9 @@
 #include <gtest/gtest.h>
 
 #include <filesystem>
+#include <map>
 
+#include "k3/core/gpu.h"
 #include "k3/model/checkpoint.h"
 #include "k3/model/choices.h"
 #include "k3/model/testing.h"
@@ -62,6 +64,22 @@ std::vector<float> hidden(Model& m, const std::vector<int32_t>& ids, const Batch
   return {t.f32(), t.f32() + t.size()};
 }
 
+// The choice of experts is held, since a loss jumps where it changes: distinct experts, 5 having no factor in common with their number.
+class Held {
+ public:
+  Held(Model& m, int64_t n) {
+    const int64_t k = std::max<int64_t>(1, m.config().num_experts_per_token);
+    for (int64_t i = 0; i < n * k; ++i) ids_.push_back(int32_t((i / k * 3 + i % k * 5) % std::max<int64_t>(1, m.config().num_experts)));
+    routes_ = Tensor(ids_.data(), DType::i32, {n, k});
+    for (int64_t l = 0; l < m.config().num_hidden_layers; ++l) m.ffn(l).force_routes(&routes_);
+  }
+  Held(const Held&) = delete;
+
+ private:
+  std::vector<int32_t> ids_;
+  Tensor routes_;
+};
+
 TEST_P(choice, gradients_follow_the_loss) {
   Model m(config());
   testing::fill(m);
@@ -69,12 +87,7 @@ TEST_P(choice, gradients_follow_the_loss) {
   const int64_t n = 40;
   const Batch batch = Batch::of_lengths({25, 15});
   auto ids = some_ids(n, m.config().vocab_size), targets = some_ids(n, m.config().vocab_size, 4);
-  // The choice of experts is held, since a loss jumps where it changes: distinct experts, 5 having no factor in common with their number.
-  const int64_t k = std::max<int64_t>(1, m.config().num_experts_per_token);
-  std::vector<int32_t> routes;
-  for (int64_t i = 0; i < n * k; ++i) routes.push_back(int32_t((i / k * 3 + i % k * 5) % std::max<int64_t>(1, m.config().num_experts)));
-  const Tensor held(routes.data(), DType::i32, {n, k});
-  for (int64_t l = 0; l < m.config().num_hidden_layers; ++l) m.ffn(l).force_routes(&held);
+  const Held held(m, n);
   auto loss = [&](bool backward) {
     testing::Step step(backward);
     const double sum = cross_entropy(m.forward(step.context, tensor_of(ids), batch), m.lm_head(), tensor_of(targets), 1).sum;
@@ -152,6 +165,61 @@ TEST_P(choice, saved_and_loaded_is_the_same_model) {
   auto ids = some_ids(20, c.vocab_size);
   EXPECT_EQ(hidden(again, ids, Batch::one(20)), hidden(m, ids, Batch::one(20)));
   std::filesystem::remove_all(folder);
+}
+
+// Loss and the gradient of every parameter, relative to its own size: float32 on both sides, some fifty operators deep. Two runs: the same bits.
+TEST_P(choice, cuda_equals_cpu) {
+  if (const std::string why = gpu::why_not(); !why.empty()) GTEST_SKIP() << why;
+  const int64_t n = 40;
+  std::map<std::string, std::vector<double>> want;
+  std::map<std::string, std::vector<char>> first;
+  double loss = 0;
+  for (int run = 0; run < 3; ++run) {  // on the CPU, then twice on the GPU
+    Model m(config());
+    testing::fill(m);
+    if (run) m.params().move_to(Device::cuda);
+    m.params().allocate_grads();
+    const Held held(m, n);
+    auto ids = some_ids(n, m.config().vocab_size), targets = some_ids(n, m.config().vocab_size, 4);
+    testing::Step step(true, size_t(1) << 30, m.params().device());
+    const Var h = m.forward(step.context, tensor_of(ids), Batch::of_lengths({1, 24, 0, 15}));
+    const double sum = cross_entropy(h, m.lm_head(), tensor_of(targets), 1.0f / float(n)).sum;
+    step.context.tape->run_backward();
+    if (!run) loss = sum;
+    EXPECT_NEAR(sum, loss, 1e-5 * loss);
+    for (const Param& p : m.params().all()) {
+      if (p.grad.empty()) continue;
+      const HostCopy grad(p.grad);
+      if (run == 0) want[p.name] = testing::as_double(grad.tensor());
+      if (run == 1) testing::expect_near(grad.tensor(), want[p.name], 1e-3, p.name), first[p.name] = testing::bytes_of(p.grad);
+      if (run == 2) { EXPECT_EQ(testing::bytes_of(p.grad), first[p.name]) << p.name << ": two runs differ"; }
+    }
+  }
+}
+
+// The states on the GPU: one call, pieces, token by token. To rounding, since some sums are taken in another order.
+TEST_P(choice, decode_on_the_gpu_equals_the_cpu) {
+  if (const std::string why = gpu::why_not(); !why.empty()) GTEST_SKIP() << why;
+  Model m(config());
+  testing::fill(m);
+  auto ids = some_ids(40, m.config().vocab_size);
+  const std::vector<float> whole = hidden(m, ids, Batch::one(40));
+  m.params().move_to(Device::cuda);
+  const int64_t d = m.config().hidden_size;
+  for (const std::vector<int64_t>& cuts : {std::vector<int64_t>{40}, {7, 20, 13}, std::vector<int64_t>(40, 1)}) {
+    testing::Step step(false, size_t(1) << 30, Device::cuda);
+    ModelState state = m.new_state(1, Device::cuda, true);
+    int64_t at = 0;
+    for (int64_t size : cuts) {
+      Batch batch = Batch::one(size);
+      batch.slots = {0};
+      const std::vector<int32_t> part(ids.begin() + at, ids.begin() + at + size);
+      const HostCopy got(m.forward(step.context, tensor_of(part), batch, &state).value());
+      const std::vector<double> want(whole.begin() + at * d, whole.begin() + (at + size) * d);
+      testing::expect_near(got.tensor(), want, 1e-4, "rows from " + std::to_string(at) + " of " + std::to_string(cuts.size()) + " calls");
+      at += size;
+    }
+  }
 }
 
 INSTANTIATE_TEST_SUITE_P(every, choice, ::testing::ValuesIn(choices()), [](const auto& info) { return info.param.name; });

@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <map>
 
 #include "k3/model/testing.h"
@@ -90,6 +91,71 @@ TEST_P(model, any_cut_is_near_the_whole_on_the_gpu) {
       const HostCopy part(call(m, step, ids, at, at + n, &state));
       testing::expect_near(part.tensor(), testing::as_double(whole.tensor().row_range(at, at + n)), 1e-4, "rows from " + std::to_string(at));
       at += n;
+    }
+  }
+}
+
+std::vector<float> hidden_on(Device device, const Config& config, const std::vector<int32_t>& ids, const Batch& batch) {
+  Model m(config);
+  testing::fill(m);
+  m.params().move_to(device);
+  testing::Step step(false, size_t(1) << 30, device);
+  const HostCopy copy(m.forward(step.context, tensor_of(ids), batch).value());
+  return {copy.f32(), copy.f32() + copy.tensor().size()};
+}
+
+// Two documents in one batch: whatever the first one is, the second one's rows keep their bits, at any border.
+TEST_P(model, a_packed_document_does_not_see_the_one_before) {
+  for (int64_t border : {1, 3, 63, 64, 65}) {
+    const int64_t n = border + 40, d = config().hidden_size;
+    auto one = some_ids(n, config().vocab_size, 5), other = some_ids(n, config().vocab_size, 6);
+    std::copy(one.begin() + border, one.end(), other.begin() + border);
+    const Batch batch = Batch::of_lengths({border, 40});
+    for (Device device : {Device::cpu, Device::cuda}) {
+      if (device == Device::cuda && !gpu::why_not().empty()) break;
+      const auto a = hidden_on(device, config(), one, batch), b = hidden_on(device, config(), other, batch);
+      EXPECT_TRUE(std::equal(a.begin() + border * d, a.end(), b.begin() + border * d)) << "border " << border << ", device " << int(device);
+      EXPECT_FALSE(std::equal(a.begin(), a.begin() + border * d, b.begin())) << "border " << border << ", device " << int(device);
+    }
+  }
+}
+
+TEST_P(model, a_later_token_changes_no_earlier_row) {  // on the CPU
+  const int64_t n = 130, d = config().hidden_size;
+  const auto ids = some_ids(n, config().vocab_size, 5);
+  for (int64_t at : {21, 64, 127}) {
+    auto changed = ids;
+    changed[size_t(at)] = (changed[size_t(at)] + 7) % int32_t(config().vocab_size);
+    const auto a = hidden_on(Device::cpu, config(), ids, Batch::one(n)), b = hidden_on(Device::cpu, config(), changed, Batch::one(n));
+    EXPECT_TRUE(std::equal(a.begin(), a.begin() + at * d, b.begin())) << "token " << at;
+    EXPECT_FALSE(std::equal(a.begin() + at * d, a.end(), b.begin() + at * d)) << "token " << at;
+  }
+}
+
+// The loss reads one document alone. Each has ids of its own, so what the others' embeddings get is what leaked: exactly nothing.
+TEST_P(model, gradients_stay_in_the_document_of_the_loss) {
+  const std::vector<int64_t> lengths = {100, 37, 64, 5};
+  const Batch batch = Batch::of_lengths(lengths);
+  const int64_t n = batch.tokens(), share = config().vocab_size / 4, d = config().hidden_size;
+  std::vector<int32_t> ids;
+  for (int64_t s = 0; s < 4; ++s)
+    for (int32_t id : some_ids(lengths[size_t(s)], share, uint64_t(s))) ids.push_back(int32_t(s * share) + id);
+  for (int64_t s = 0; s < 4; ++s) {
+    const auto begin = ids.begin() + batch.begin(s), end = begin + batch.length(s);
+    Model m(config());
+    testing::fill(m);
+    m.params().allocate_grads();
+    std::vector<int32_t> targets(size_t(n), kIgnored);
+    for (int64_t i = batch.begin(s); i < batch.begin(s) + batch.length(s); ++i) targets[size_t(i)] = int32_t(i % config().vocab_size);
+    testing::Step step;
+    cross_entropy(m.forward(step.context, tensor_of(ids), batch), m.lm_head(), tensor_of(targets), 1);
+    step.context.tape->run_backward();
+    const float* grad = m.params().find("model.embed_tokens.weight")->grad.f32();
+    for (int64_t row = 0; row < 4 * share; ++row) {
+      double size = 0;
+      for (int64_t i = 0; i < d; ++i) size += std::abs(double(grad[row * d + i]));
+      ASSERT_EQ(size > 0, std::find(begin, end, int32_t(row)) != end) << "document " << s << ", embedding " << row << ": " << size;
+      ASSERT_LT(size, 1e4);
     }
   }
 }

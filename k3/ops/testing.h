@@ -3,6 +3,7 @@
 // instruction sets and thread counts.
 #include <cmath>
 #include <complex>
+#include <cstdlib>
 #include <cstring>
 #include <deque>
 #include <functional>
@@ -180,6 +181,12 @@ inline std::vector<char> bytes_of(const Tensor& t) {
   return {p, p + t.bytes()};
 }
 
+// A race checker makes a kernel some thousand times slower: with K3_FEW_SHAPES set, tests of many shapes try some, once on the GPU.
+inline bool few_shapes() {
+  static const bool set = std::getenv("K3_FEW_SHAPES") != nullptr;
+  return set;
+}
+
 // Runs `f` in a step on the CPU and twice in one on the GPU. Every float32 tensor that it returns must be near the CPU's, every other equal,
 // and the two runs on the GPU the same bits. Skipped where there is no GPU.
 inline void expect_cuda_equals_cpu(double tolerance, const std::function<std::vector<Tensor>(Step&)>& f, bool with_tape = true) {
@@ -187,7 +194,7 @@ inline void expect_cuda_equals_cpu(double tolerance, const std::function<std::ve
   Step cpu(with_tape);
   const std::vector<Tensor> want = f(cpu);
   std::vector<std::vector<char>> first;
-  for (int run = 0; run < 2; ++run) {
+  for (int run = 0; run < (few_shapes() ? 1 : 2); ++run) {
     Step step(with_tape, size_t(1) << 30, Device::cuda);
     const std::vector<Tensor> got = f(step);
     ASSERT_EQ(got.size(), want.size());

@@ -302,6 +302,26 @@ TEST_P(train_choice, one_thread_equals_many) {
   expect_same_run(p.folder / "straight", p.folder / "out");
 }
 
+// Losses as on the CPU, to rounding that eight steps make larger; and a run that was stopped, to the bit.
+TEST_P(train_choice, on_the_gpu_goes_as_on_the_cpu) {
+  if (const std::string why = gpu::why_not(); !why.empty()) GTEST_SKIP() << why;
+  Place p;
+  p.go(request(p, Mode::start, "cpu"));
+  auto on_gpu = [&](Mode mode, const std::string& out) {
+    RunRequest r = request(p, mode, out);
+    r.device = Device::cuda;
+    return r;
+  };
+  p.go(on_gpu(Mode::start, "straight"));
+  p.go(on_gpu(Mode::start, "out"), 3);
+  p.go(on_gpu(Mode::resume_or_start, "out"));
+  expect_same_run(p.folder / "straight", p.folder / "out");
+  const auto want = losses(p.folder / "cpu/metrics.jsonl"), got = losses(p.folder / "out/metrics.jsonl");
+  ASSERT_EQ(got.size(), want.size());
+  EXPECT_NEAR(got[0], want[0], 1e-5 * want[0]);
+  for (size_t i = 0; i < got.size(); ++i) EXPECT_NEAR(got[i], want[i], 4e-3 * want[i]) << "step " << i + 1;
+}
+
 INSTANTIATE_TEST_SUITE_P(every, train_choice,
                          ::testing::Values(Choice{"optimizer_adamw", {"optimizer=adamw"}}, Choice{"optimizer_muon", {"optimizer=muon"}},
                                            Choice{"optimizer_muon_per_head", {"optimizer=muon_per_head"}}, Choice{"balance_none", {"balance=none"}},

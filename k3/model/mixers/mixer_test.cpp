@@ -250,6 +250,27 @@ TEST_P(mixer, the_null_device_predicts_the_memory_of_a_step) {
   EXPECT_EQ(peak(Device::null), peak(Device::cpu));
 }
 
+// Forward, the gradient of the input and of every parameter: packed, with one token and with an empty sequence.
+TEST_P(mixer, cuda_equals_cpu) {
+  const int64_t n = 37;
+  const Config shape = Made(GetParam()).config;
+  Values x(n * shape.hidden_size, 1), dy(n * shape.hidden_size, 2);
+  testing::expect_cuda_equals_cpu(1e-4, [&](testing::Step& step) {
+    Made m(GetParam());
+    std::vector<Tensor> out;
+    for (Param& p : m.params.all()) {  // as parameters of the step, which knows the device
+      const Param& moved = step.keep(step.param(p.name, Values(std::vector<float>(p.value.f32(), p.value.f32() + p.value.size())), p.shape));
+      p.value = moved.value, p.grad = p.grad.empty() ? Tensor() : moved.grad;
+      if (!p.grad.empty()) out.push_back(p.grad);
+    }
+    Var in = step.input(x, {n, shape.hidden_size});
+    Var y = m.mixer->forward(in, Batch::of_lengths({20, 0, 1, 16}), nullptr);
+    step.backward(y, dy);
+    out.push_back(y.value()), out.push_back(in.grad());
+    return out;
+  });
+}
+
 INSTANTIATE_TEST_SUITE_P(every, mixer, ::testing::ValuesIn(names()), [](const auto& info) { return info.param; });
 
 }  // namespace

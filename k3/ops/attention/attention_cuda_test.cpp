@@ -195,6 +195,7 @@ TEST(mla, cuda_caches_equal_cpu) {
   for (const Latent& in : {Latent(300, 3, 16, 8, 20, 40), Latent(700, 4, 16, 8, 24, 32), Latent(140, 5, 128, 64, 128, 512)})
     for (bool deterministic : {true, false})
       for (bool keep_expanded : {true, false}) {
+        if (testing::few_shapes() && in.tokens() != 140) continue;
         SCOPED_TRACE(fmt::format("{} tokens, rank {}, {}{}", in.tokens(), in.s.rank, deterministic ? "deterministic" : "absorbed",
                                  keep_expanded ? ", kept" : ""));
         testing::expect_cuda_equals_cpu(

@@ -42,7 +42,8 @@ TEST(delta_rule, cuda_equals_cpu) {
   }
   for (int64_t K : {1, 7, 48, 64, 96, 128, 192, 256})
     for (int64_t V : {1, 16, 33, 64, 96, 128, 256})
-      expect_equal(DeltaInputs(70, 1, K, V), Batch::one(70), tolerance(K, 70), "K " + std::to_string(K) + " V " + std::to_string(V));
+      if (!testing::few_shapes() || (K + V) % 8 == 0)
+        expect_equal(DeltaInputs(70, 1, K, V), Batch::one(70), tolerance(K, 70), "K " + std::to_string(K) + " V " + std::to_string(V));
 }
 
 TEST(delta_rule, cuda_equals_cpu_with_every_gate_and_packing) {
