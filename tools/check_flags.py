@@ -156,6 +156,8 @@ VERIFY = ["verify", GOLDEN]
 TRAIN_NEW = ["train", SCRATCH / "train.json", "--data", TEXT, "--out"]
 BENCH = ["bench", "decode", "--config", SMALL, "--layers", "3", "--tokens", "2", "--context", "8"]
 TIGHT = ["--memory", "45MB"]
+OPS = ["bench", "ops", "--op", "rms norm"]
+STEPS = ["bench", "train", "--config", SCRATCH / "train.json", "--steps", "1"]
 
 
 def loading(base):
@@ -253,6 +255,21 @@ CASES = {
     "lab run": {
         "--out": (["lab", "run", "plan-claims"], ["--out", SCRATCH / "lab"], OUT),
         "--seeds": (["lab", "run", "plan-claims", "--out", SCRATCH / "lab"], ["--seeds", "0"], "--seeds"),
+        "--device": (["lab", "run", "plan-claims", "--out", SCRATCH / "lab"], ["--device", "cuda"], on_gpu),
+        "--bf16": (["lab", "run", "plan-claims", "--out", SCRATCH / "lab"], ["--bf16"], "--bf16 requires --device"),
+    },
+    "bench ops": {
+        "--op": (OPS, ["--op", "situ"], "situ forward"),
+        "--json": (OPS, ["--json", SCRATCH / "ops.json"], wrote(SCRATCH / "ops.json")),
+        "--device": (OPS, ["--device", "cuda"], on_gpu),
+    },
+    "bench train": {
+        "--config": (["bench", "train", "--steps", "1"], ["--config", SCRATCH / "train.json"], "tokens/s"),
+        "--set": (STEPS, ["--set", "batch_tokens=512"], "512 tokens a step"),
+        "--steps": (STEPS, ["--steps", "2"], "median of 2 steps"),
+        "--json": (STEPS, ["--json", SCRATCH / "step.json"], wrote(SCRATCH / "step.json")),
+        "--device": (STEPS, ["--device", "cuda"], on_gpu),
+        "--bf16": (STEPS, ["--bf16"], "--bf16 requires --device"),
     },
     "bench decode": {
         "--config": (["bench", "decode"], ["--config", SMALL, "--layers", "2", "--tokens", "1", "--context", "4"], OUT),

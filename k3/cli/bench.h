@@ -5,5 +5,7 @@
 namespace k3 {
 
 void add_bench_decode(CLI::App& bench);
+void add_bench_ops(CLI::App& bench);
+void add_bench_train(CLI::App& bench);
 
 }  // namespace k3
