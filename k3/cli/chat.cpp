@@ -26,7 +26,7 @@ void on_interrupt(int) {
     return;
   }
   constexpr char hint[] = "\n(/quit or Ctrl-D leaves)\n> ";
-  [[maybe_unused]] ssize_t n = write(STDERR_FILENO, hint, sizeof hint - 1);
+  [[maybe_unused]] ssize_t n = ::write(STDERR_FILENO, hint, sizeof hint - 1);
 }
 
 constexpr char kHelp[] =
@@ -87,11 +87,11 @@ std::vector<MemoryRequest> wishes(const ChatFlags& f) {
   return all;
 }
 
-void print_speed(const ChatTurn& t, int64_t context, const std::string& experts) {
+void print_speed(const ChatTurn& t, int64_t context, const char* how, const std::string& experts) {
   auto rate = [](double n, double seconds) { return seconds > 0 ? n / seconds : 0.0; };
   const Generated& g = t.generated;
-  fmt::print(stderr, "[read {} of {} tokens, {:.1f} tokens/s; wrote {}, {:.1f} tokens/s{}{}]\n", g.prompt_tokens, t.context,
-             rate(double(g.prompt_tokens), g.prefill_seconds), g.ids.size(), rate(double(g.ids.size()), g.decode_seconds),
+  fmt::print(stderr, "[read {} of {} tokens, {:.1f} tokens/s; wrote {}, {:.1f} tokens/s{}{}{}]\n", g.prompt_tokens, t.context,
+             rate(double(g.prompt_tokens), g.prefill_seconds), g.ids.size(), rate(double(g.ids.size()), g.decode_seconds), how,
              t.interrupted                                                 ? "; stopped by you"
              : g.finish != "length"                                        ? ""
              : context > 0 && t.context + int64_t(g.ids.size()) >= context ? fmt::format("; the context of {} tokens is full", context)
@@ -144,7 +144,7 @@ void run(ChatFlags& f) {
     const ChatTurn t = ask();
     answering = false;
     screen.end();
-    print_speed(t, f.settings.context, opened.report(t.generated.prefill_seconds + t.generated.decode_seconds));
+    print_speed(t, f.settings.context, chat.session().how(), opened.report(t.generated.prefill_seconds + t.generated.decode_seconds));
     f.parts.print();
   };
   auto next = [&](std::string& line) {

@@ -75,8 +75,8 @@ void run(GenerateFlags& f) {
           fmt::print(stderr, "{}reading the prompt: {} of {} tokens{}", terminal ? "\r" : "", done, ids.size(), terminal ? "" : "\n");
         });
     fmt::print("\n");
-    fmt::print(stderr, "[{} prompt tokens in {:.2f} s ({:.1f} tokens/s), {} tokens at {:.2f} tokens/s, {}{}]\n", g.prompt_tokens, g.prefill_seconds,
-               rate(double(g.prompt_tokens), g.prefill_seconds), g.ids.size(), rate(double(g.ids.size()), g.decode_seconds),
+    fmt::print(stderr, "[{} prompt tokens in {:.2f} s ({:.1f} tokens/s), {} tokens at {:.2f} tokens/s{}, {}{}]\n", g.prompt_tokens, g.prefill_seconds,
+               rate(double(g.prompt_tokens), g.prefill_seconds), g.ids.size(), rate(double(g.ids.size()), g.decode_seconds), session.how(),
                g.finish == "stop" ? "stopped by itself" : "stopped by --max-tokens", opened.report(g.prefill_seconds + g.decode_seconds));
     f.parts.print();
     ++f.options.sample.seed;

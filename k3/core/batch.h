@@ -4,6 +4,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "k3/core/device_step.h"
+
 namespace k3 {
 
 struct Batch {
@@ -11,6 +13,8 @@ struct Batch {
   std::vector<int32_t> slots;          // (S) where each sequence's state lives; empty when there is no state (training)
   // Tokens that don't exist: rows with padding[i] != 0 touch no state, no expert, no loss and no statistic. Empty = none.
   std::vector<uint8_t> padding;
+  // Decode on a GPU: every sequence is one row, and slots, padding and positions are looked up on the device; `slots` and `padding` stay empty.
+  const DeviceStep* step = nullptr;
 
   static Batch of_lengths(const std::vector<int64_t>& lengths) {
     Batch b;

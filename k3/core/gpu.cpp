@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <vector>
 
 #include "k3/core/error.h"
 
@@ -179,6 +180,52 @@ void fill(void* p, int byte, size_t bytes) {
   if (bytes) check_call(cudaMemsetAsync(p, byte, bytes, queue()), "filling GPU memory");
 }
 void synchronize() { check_call(cudaStreamSynchronize(queue()), "a kernel"); }
+bool idle() {
+  const cudaError_t e = cudaStreamQuery(queue());
+  if (e == cudaErrorNotReady) return cudaGetLastError(), false;
+  return check_call(e, "a kernel"), true;
+}
+
+char* allocate_shared(size_t bytes) {
+  queue();
+  void* p = nullptr;
+  check_call(cudaHostAlloc(&p, bytes, cudaHostAllocMapped), "allocating memory for host and GPU");
+  std::memset(p, 0, bytes);
+  return static_cast<char*>(p);
+}
+void release_shared(char* p) {
+  if (p) ok(cudaStreamSynchronize(queue())), ok(cudaFreeHost(p));
+}
+
+Graph::Graph(const std::function<void()>& enqueue) {
+  cudaGraph_t graph = nullptr;
+  check_call(cudaStreamBeginCapture(queue(), cudaStreamCaptureModeThreadLocal), "beginning to capture");
+  try {
+    enqueue();
+  } catch (...) {
+    ok(cudaStreamEndCapture(queue(), &graph));
+    if (graph) ok(cudaGraphDestroy(graph));
+    throw;
+  }
+  check_call(cudaStreamEndCapture(queue(), &graph), "capturing");
+  size_t count = 0;
+  ok(cudaGraphGetNodes(graph, nullptr, &count));
+  std::vector<cudaGraphNode_t> nodes(count);
+  ok(cudaGraphGetNodes(graph, nodes.data(), &count));
+  for (cudaGraphNode_t n : nodes) {
+    cudaGraphNodeType type;
+    if (ok(cudaGraphNodeGetType(n, &type)) && type == cudaGraphNodeTypeKernel) ++kernels_;
+  }
+  cudaGraphExec_t made = nullptr;
+  const cudaError_t e = cudaGraphInstantiate(&made, graph, 0);
+  ok(cudaGraphDestroy(graph));
+  check_call(e, "making a graph");
+  executable_ = made;
+}
+Graph::~Graph() {
+  if (executable_) ok(cudaStreamSynchronize(queue())), ok(cudaGraphExecDestroy(static_cast<cudaGraphExec_t>(executable_)));
+}
+void Graph::launch() const { check_call(cudaGraphLaunch(static_cast<cudaGraphExec_t>(executable_), queue()), "a graph"); }
 
 #else
 
@@ -201,8 +248,19 @@ void release_pinned(char*) {}
 void copy(void*, const void*, size_t) { require(); }
 void fill(void*, int, size_t) { require(); }
 void synchronize() { require(); }
+bool idle() { return require(), true; }
+char* allocate_shared(size_t) { return require(), nullptr; }
+void release_shared(char*) {}
+Graph::Graph(const std::function<void()>&) { require(); }
+Graph::~Graph() {}
+void Graph::launch() const { require(); }
 
 #endif
+
+Graph& Graph::operator=(Graph&& o) noexcept {
+  std::swap(executable_, o.executable_), std::swap(kernels_, o.kernels_);
+  return *this;
+}
 
 }  // namespace gpu
 }  // namespace k3

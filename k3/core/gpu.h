@@ -10,7 +10,9 @@
 // A build without CUDA has all these functions, and each is an Error that says how to get CUDA; launchers it has none, and `if constexpr`
 // keeps their names out of it. Errors: no GPU, one that the kernels were not built for, no room (with what there is).
 #include <cstddef>
+#include <functional>
 #include <string>
+#include <utility>
 
 #include "k3/core/tensor.h"
 
@@ -45,6 +47,29 @@ void copy(void* to, const void* from, size_t bytes);
 void fill(void* p, int byte, size_t bytes);
 inline void clear(void* p, size_t bytes) { fill(p, 0, bytes); }
 void synchronize();  // waits; an Error when a kernel failed
+bool idle();         // whether all that was enqueued is done; an Error when a kernel failed
+
+// Memory of the host that kernels read and write where it lies, zeroed: results that the host looks at without waiting for the stream.
+char* allocate_shared(size_t bytes);
+void release_shared(char* p);
+
+// What a function enqueues, to be enqueued again as a whole: the same launches with the same arguments. Nothing is computed while it is captured.
+// What it uses must have been allocated before, so call the function once by itself first.
+class Graph {
+ public:
+  Graph() = default;
+  explicit Graph(const std::function<void()>& enqueue);
+  ~Graph();
+  Graph(Graph&& o) noexcept { *this = std::move(o); }
+  Graph& operator=(Graph&& o) noexcept;
+  void launch() const;
+  int64_t kernels() const { return kernels_; }
+  explicit operator bool() const { return executable_ != nullptr; }
+
+ private:
+  void* executable_ = nullptr;
+  int64_t kernels_ = 0;
+};
 
 }  // namespace k3::gpu
 

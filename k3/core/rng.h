@@ -1,16 +1,25 @@
 #pragma once
 // Counter-based random numbers: a value is a pure function of (seed, stream, index), so it is the same on any thread, in any order and on
 // any device, and nothing needs saving but the counters. Philox 4x32-10 (Salmon et al., 2011).
-#include <array>
 #include <cmath>
 #include <cstdint>
+
+#ifdef __CUDACC__
+#define K3_HOST_DEVICE __host__ __device__
+#else
+#define K3_HOST_DEVICE
+#endif
 
 namespace k3 {
 
 struct Rng {
   uint64_t seed = 0, stream = 0;
 
-  std::array<uint32_t, 4> bits(uint64_t index) const {
+  struct Bits {
+    uint32_t word[4];
+    K3_HOST_DEVICE uint32_t operator[](int i) const { return word[i]; }
+  };
+  K3_HOST_DEVICE Bits bits(uint64_t index) const {
     uint32_t c[4] = {uint32_t(index), uint32_t(index >> 32), uint32_t(stream), uint32_t(stream >> 32)};
     uint32_t k0 = uint32_t(seed), k1 = uint32_t(seed >> 32);
     for (int round = 0; round < 10; ++round) {
@@ -22,7 +31,7 @@ struct Rng {
     return {c[0], c[1], c[2], c[3]};
   }
   // (0, 1), never an end point.
-  double uniform(uint64_t index) const {
+  K3_HOST_DEVICE double uniform(uint64_t index) const {
     auto b = bits(index);
     return (static_cast<double>((uint64_t(b[0]) << 21) | (b[1] >> 11)) + 0.5) * (1.0 / 9007199254740992.0);
   }

@@ -30,7 +30,7 @@ Generated generate(Session& session, const Tokenizer& tokenizer, std::span<const
   out.finish = "length";
   start = Clock::now();
   for (int64_t i = 0; i < o.max_tokens; ++i) {
-    int32_t id = sample(session.logits(), session.vocabulary(), o.sample, uint64_t(session.tokens()));
+    int32_t id = session.next(o.sample);
     if (std::find(o.stop_ids.begin(), o.stop_ids.end(), id) != o.stop_ids.end()) {
       out.finish = "stop", out.end = id;
       break;
@@ -42,7 +42,6 @@ Generated generate(Session& session, const Tokenizer& tokenizer, std::span<const
       out.finish = "stop";
       break;
     }
-    if (i + 1 < o.max_tokens) session.read({&id, 1});
   }
   if (!stops.stopped() && wanted) {
     emit(stops.add(characters.finish()));

@@ -23,9 +23,40 @@ Session::Session(Model& model, const SessionOptions& options)
       state_(model.new_state(2, model.params().device(), options.deterministic)),
       logits_(size_t(model.config().vocab_size) * sizeof(float)) {
   K3_CHECK(options.prefill_chunk >= 1, "[session] prefill_chunk is {} but must be at least 1", options.prefill_chunk);
+  if (!options.captured || options.listen || !options.deterministic || !Decoder::why_not(model).empty()) return;
+  decoder_ = std::make_unique<Decoder>(model, state_, DecoderOptions{});
+  last_room_ = Buffer(logits_.bytes(), arena_.device());
+  last_ = last_room_.view(DType::f32, {1, vocabulary()});
+}
+
+// Forgets what next() gave; a step that has read it is taken back (the delta rule keeps its open rows, so the last token always can be).
+void Session::settle() {
+  given_ = -1;
+  if (!ahead_) return;
+  ahead_ = 0, has_logits_ = false;
+  K3_CHECK(state_.drop(0, 1), "[session] the step that ran ahead can't be taken back");
+}
+
+int32_t Session::next(const SampleOptions& options) {
+  if (decoder_) return next_captured(options);
+  if (const int32_t id = given_; id >= 0) read({&id, 1});
+  return given_ = sample(logits(), vocabulary(), options, uint64_t(tokens()));
+}
+
+int32_t Session::next_captured(const SampleOptions& options) {
+  if (!ahead_) {
+    logits();  // there must be some
+    const DecodeRow row{0, options};
+    decoder_->begin({&row, 1});
+    decoder_->draw(last_);
+  }
+  decoder_->step();
+  ahead_ = 1, has_logits_ = false;
+  return given_ = decoder_->result(decoder_->drawn() - 2, 0);
 }
 
 void Session::read(std::span<const int32_t> ids, const std::function<void(int64_t)>& progress) {
+  settle();
   const int64_t total = int64_t(ids.size());
   for (int64_t at = 0; at < total;) {
     int64_t n = std::min(options_.prefill_chunk, total - at);
@@ -45,6 +76,7 @@ void Session::read(std::span<const int32_t> ids, const std::function<void(int64_
       Tensor last = k3::logits(Var(c, h.value().row_range(n - 1, n)), model_.lm_head());
       const HostCopy here(last);
       std::memcpy(logits_.data(), here.tensor().data(), last.bytes());
+      if (decoder_) copy_values(last_, last);
       has_logits_ = true;
     }
     c.part("");
@@ -53,12 +85,14 @@ void Session::read(std::span<const int32_t> ids, const std::function<void(int64_
 }
 
 void Session::mark() {
+  settle();
   for (int64_t l = 0; l < model_.config().num_hidden_layers; ++l)
     if (State* s = state_.layer(l); s->bytes_per_token() == 0) s->copy(1, 0);
   marked_ = tokens();
 }
 
 void Session::back() {
+  settle();
   for (int64_t l = 0; l < model_.config().num_hidden_layers; ++l) {
     State* s = state_.layer(l);
     if (s->bytes_per_token() == 0)

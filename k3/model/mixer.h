@@ -21,6 +21,9 @@ class State {
   virtual void reset(int64_t slot) = 0;
   virtual void copy(int64_t to, int64_t from) = 0;  // fork
   virtual bool drop(int64_t slot, int64_t n) = 0;   // unread the last n tokens; false (and nothing done) when they can't be
+  // A decode step on the device will read one more token: room is made, and the counters here go on. open() is the delta rule's open rows; -1: none.
+  virtual void count(int64_t slot) = 0;
+  virtual int64_t open(int64_t) const { return -1; }
   virtual void save(int64_t slot, Blob& to) const = 0;
   virtual void load(int64_t slot, Blob& from) = 0;  // refuses another kind or shape by name
   virtual int64_t bytes_per_slot() const = 0;       // whatever the length

@@ -32,6 +32,8 @@ struct DeltaLayerState : State {
     q.drop(slot, n), k.drop(slot, n), v.drop(slot, n);  // they remember longer than an open chunk
     return true;
   }
+  void count(int64_t slot) override { q.advance(slot, 1), k.advance(slot, 1), v.advance(slot, 1), memory.count(slot); }
+  int64_t open(int64_t slot) const override { return memory.open(slot); }
   void save(int64_t slot, Blob& to) const override { q.save(slot, to), k.save(slot, to), v.save(slot, to), memory.save(slot, to); }
   void load(int64_t slot, Blob& from) override { q.load(slot, from), k.load(slot, from), v.load(slot, from), memory.load(slot, from); }
   int64_t bytes_per_slot() const override { return memory.bytes_per_slot() + int64_t(q.bytes_per_slot() + k.bytes_per_slot() + v.bytes_per_slot()); }

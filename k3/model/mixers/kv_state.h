@@ -12,6 +12,7 @@ struct KvState : State {
   void reset(int64_t slot) override { cache.reset(slot); }
   void copy(int64_t to, int64_t from) override { cache.copy(to, from); }
   bool drop(int64_t slot, int64_t n) override { return n <= cache.tokens(slot) && (cache.truncate(slot, n), true); }
+  void count(int64_t slot) override { cache.extend(slot, 1); }
   void save(int64_t slot, Blob& to) const override { cache.save(slot, to); }
   void load(int64_t slot, Blob& from) override { cache.load(slot, from); }
   int64_t bytes_per_slot() const override { return 0; }

@@ -65,6 +65,7 @@ __global__ void __launch_bounds__(kAttendThreads, R* J <= 8 ? 2 : 1) attend_kern
   auto token = [&](int r) { return (item.first_row + r) / a.group; };
   auto at = [&](int r) { return int64_t(a.rows[s.rows_at + token(r)]) * heads + g * a.group + (item.first_row + r) % a.group; };
   auto limit = [&](int r) { return s.first + token(r) + 1; };
+  if (n <= 0) return;  // a filler row of a decode step
   const int64_t last = limit(n - 1), tiles = (last + kKeyTile - 1) / kKeyTile;
   const int key_dim = int(t.own + t.shared), value_dim = int(t.value);
   if (t0 >= tiles) return;

@@ -23,6 +23,7 @@ std::shared_ptr<Buffer> TokenCache::new_block() const { return std::make_shared<
 void TokenCache::copy(int64_t to, int64_t from) {
   Slot& target = at(to);
   target = at(from);
+  tell(to, 0);
 }
 
 void TokenCache::truncate(int64_t slot, int64_t n) {
@@ -34,13 +35,35 @@ void TokenCache::truncate(int64_t slot, int64_t n) {
 
 void TokenCache::extend(int64_t slot, int64_t n) {
   Slot& s = at(slot);
+  size_t same = s.blocks.size();
   if (n > 0 && s.tokens % kBlockTokens && s.blocks.back().use_count() > 1) {
     auto own = new_block();
     copy_values(own->view(DType::u8, {int64_t(own->bytes())}), s.blocks.back()->view(DType::u8, {int64_t(own->bytes())}));
     s.blocks.back() = std::move(own);
+    --same;
   }
   while (int64_t(s.blocks.size()) * kBlockTokens < s.tokens + n) s.blocks.push_back(new_block());
   s.tokens += n;
+  tell(slot, same);
+}
+
+float* const* TokenCache::table() {
+  if (!table_.data()) {
+    table_ = Buffer(size_t(slots() * kTableBlocks) * sizeof(float*), device_);
+    for (int64_t i = 0; i < slots(); ++i) tell(i, 0);
+  }
+  return reinterpret_cast<float* const*>(table_.data());
+}
+
+// The table on the device learns of the slot's blocks from number `from` on.
+void TokenCache::tell(int64_t slot, size_t from) {
+  const Slot& s = at(slot);
+  if (!table_.data() || from >= s.blocks.size()) return;
+  K3_CHECK(int64_t(s.blocks.size()) <= kTableBlocks, "[attention] slot {} has {} tokens; decode on a GPU serves up to {}", slot, s.tokens,
+           kTableBlocks * kBlockTokens);
+  std::vector<float*> blocks;
+  for (size_t i = from; i < s.blocks.size(); ++i) blocks.push_back(reinterpret_cast<float*>(s.blocks[i]->data()));
+  gpu::upload(table_.data() + (size_t(slot * kTableBlocks) + from) * sizeof(float*), blocks.data(), blocks.size() * sizeof(float*));
 }
 
 void TokenCache::save(int64_t slot, Blob& to) const {
@@ -60,6 +83,7 @@ void TokenCache::load(int64_t slot, Blob& from) {
     write(s.blocks.back()->view(DType::u8, {int64_t(bytes.size())}), bytes.data());
   }
   at(slot) = std::move(s);
+  tell(slot, 0);
 }
 
 KvCache::KvCache(int64_t slots, const AttentionShape& s, Device device)

@@ -51,6 +51,10 @@ class TokenCache {
 
   // For the operators: room for n more tokens, which count from now on; a block that another slot shares is copied before it is written.
   void extend(int64_t slot, int64_t n);
+  // Where the kernels of a decode step find blocks: (slots, kTableBlocks) addresses on the device, up to date from the first time on. The host
+  // extends a slot before each step.
+  static constexpr int64_t kTableBlocks = 8192;  // a million tokens a slot
+  float* const* table();
   float* block(int64_t slot, int64_t i) const { return reinterpret_cast<float*>(at(slot).blocks[size_t(i)]->data()); }
 
  protected:
@@ -68,7 +72,9 @@ class TokenCache {
   std::string name_;  // kind and shape: what the saved bytes are called and errors say
   int64_t floats_per_token_;
   Device device_;
+  void tell(int64_t slot, size_t from);
   std::vector<Slot> slots_;
+  Buffer table_;
 };
 
 class KvCache : public TokenCache {

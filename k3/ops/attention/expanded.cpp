@@ -7,6 +7,7 @@
 #include "k3/core/listed.h"
 #include "k3/ops/attention/attention_float_cuda.h"
 #include "k3/ops/attention/attention_narrow_cuda.h"
+#include "k3/ops/attention/attention_step_cuda.h"
 #include "k3/ops/linear/blas_cuda.h"
 #include "k3/tape/tape.h"
 
@@ -75,8 +76,10 @@ void check_attention_call(const char* name, const Context& c, int64_t tokens, in
   K3_CHECK(key_dim > 0 && value_dim > 0 && std::max(key_dim, value_dim) <= cpu::kMaxHeadDim,
            "[{}] heads of {} key and {} value channels; both must be 1 to {}", name, key_dim, value_dim, cpu::kMaxHeadDim);
   K3_CHECK(!max_logit || (max_logit->dtype() == DType::f32 && max_logit->size() == heads), "[{}] max_logit must be {} float32 values", name, heads);
+  K3_CHECK(!batch.step || cache, "[{}] a decode step on the device needs a cache", name);
   if (!cache) return;
   K3_CHECK(!c.tape, "[{}] a cache can't be used with a tape: its tokens have no gradients; train on whole sequences", name);
+  if (batch.step) return;
   K3_CHECK(int64_t(batch.slots.size()) == batch.sequences(), "[{}] a cache needs a slot for each of {} sequences; the batch names {}", name,
            batch.sequences(), batch.slots.size());
   auto slots = batch.slots;
@@ -100,18 +103,44 @@ static cuda::AttentionNarrowArgs narrowed(const Expanded& e, const cpu::Attentio
   return p;
 }
 
+static cpu::AttentionArgs arguments_of(const Expanded& e, const Var& y) {
+  cpu::AttentionArgs a{};
+  a.tiles = e.tiles, a.tokens = e.q.rows(), a.group = e.group, a.scale = e.scale;
+  a.q = e.q.f32(), a.y = y.f32();
+  a.keys = e.keys.f32(), a.key_stride = e.keys.cols(), a.key_head_stride = e.key_head_stride;
+  a.values = e.values.f32() + e.values_at, a.value_stride = e.values.cols(), a.value_head_stride = e.value_head_stride;
+  if (!e.shared.empty()) a.shared = e.shared.f32(), a.shared_stride = e.shared.cols();
+  return a;
+}
+
+// A decode step: the same kernels, with lists that the device makes and the cache's table of blocks.
+static void expanded_step(const Expanded& e, const Var& y, [[maybe_unused]] const DeviceStep& step, [[maybe_unused]] TokenCache& cache) {
+  Context& c = y.context();
+  const int64_t rows = e.q.rows(), tiles = (e.group + cpu::kQueryTile - 1) / cpu::kQueryTile;
+  Scratch scratch(*c.arena);
+  cpu::AttentionArgs a = arguments_of(e, y);
+  a.m = scratch.lend(DType::f32, {rows, e.tiles.kv_heads * e.group}).f32(), a.l = scratch.lend(DType::f32, {rows, e.tiles.kv_heads * e.group}).f32();
+  auto lent = [&](int64_t n, size_t bytes) { return scratch.lend(DType::u8, {n * int64_t(bytes)}).data(); };
+  auto* list = static_cast<int32_t*>(lent(rows, sizeof(int32_t)));
+  auto* sequences = static_cast<cpu::AttentionSequence*>(lent(rows, sizeof(cpu::AttentionSequence)));
+  auto* items = static_cast<cpu::QueryTile*>(lent(rows * tiles, sizeof(cpu::QueryTile)));
+  a.rows = list, a.sequences = sequences, a.sequence_count = rows, a.query_tiles = items, a.query_tile_count = rows * tiles;
+  if constexpr (gpu::kBuilt) {
+    a.blocks = cache.table();
+    gpu::check(cuda::attention_step_lists({step, rows, tiles, TokenCache::kTableBlocks, list, sequences, items}, gpu::stream()));
+    gpu::check(cuda::attention_append(a, 1, gpu::stream()));
+    gpu::check(cuda::attention_forward(a, 1, 0, INT64_MAX, gpu::stream()));
+  }
+}
+
 void expanded_attention(const Expanded& e, const Var& y, const Batch& batch, TokenCache* cache, Tensor* max_logit) {
+  if (batch.step) return expanded_step(e, y, *batch.step, *cache);
   Context& c = y.context();
   const int64_t tokens = e.q.rows(), heads = e.tiles.kv_heads * e.group;
   AttentionPlan plan(batch, e.group, cache);
   Tensor lse = c.tape ? c.arena->lend(DType::f32, {tokens, heads}) : Tensor();
 
-  cpu::AttentionArgs a{};
-  a.tiles = e.tiles, a.tokens = tokens, a.group = e.group, a.scale = e.scale;
-  a.q = e.q.f32(), a.y = y.f32();
-  a.keys = e.keys.f32(), a.key_stride = e.keys.cols(), a.key_head_stride = e.key_head_stride;
-  a.values = e.values.f32() + e.values_at, a.value_stride = e.values.cols(), a.value_head_stride = e.value_head_stride;
-  if (!e.shared.empty()) a.shared = e.shared.f32(), a.shared_stride = e.shared.cols();
+  cpu::AttentionArgs a = arguments_of(e, y);
   bool narrow = false, dense = int64_t(plan.rows.size()) == tokens;
   if constexpr (gpu::kBuilt) narrow = c.device == Device::cuda && c.bf16_products && !cache && cuda::attention_narrow_serves(a);
   {

@@ -158,6 +158,7 @@ Var mla_attention(Var q, Var c, Var k_pe, Param& kv_b, const MlaShape& s, const 
     const std::string want = LatentCache(0, s, cache->keep_expanded(), Device::null).name();
     K3_CHECK(cache->name() == want, "[mla_attention] the cache is a {}, not a {}", cache->name(), want);
   }
+  K3_CHECK(!batch.step || (cache && cache->keep_expanded()), "[mla_attention] a decode step on the device needs an expanded cache");
   Var y(context, DType::f32, {q.rows(), s.heads * s.value});
   if (context.tape) {
     expanded_attention(expanded_form(s, q, linear(c, kv_b), k_pe), y, batch, nullptr, max_logit);

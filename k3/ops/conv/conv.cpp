@@ -8,6 +8,7 @@
 #include "k3/core/threads.h"
 #include "k3/ops/conv/conv_float_cuda.h"
 #include "k3/ops/conv/conv_kernels.h"
+#include "k3/ops/conv/conv_step_cuda.h"
 #include "k3/tape/tape.h"
 
 namespace k3 {
@@ -138,10 +139,12 @@ void check_batch(const Var& x, const Batch& batch, const ConvState* state, int64
   K3_CHECK(batch.tokens() == x.rows(), "[conv] the batch has {} tokens but x has {} rows", batch.tokens(), x.rows());
   K3_CHECK(batch.padding.empty() || int64_t(batch.padding.size()) == x.rows(), "[conv] padding marks {} rows but x has {}", batch.padding.size(),
            x.rows());
+  K3_CHECK(!batch.step || state, "[conv] a decode step on the device needs a state");
   if (!state) return;
   K3_CHECK(!x.context().tape, "[conv] a state has no gradient: training passes none");
   K3_CHECK(state->channels() == x.cols() && state->width() == width, "[conv] the state is of {} channels and width {}, x and w of {} and {}",
            state->channels(), state->width(), x.cols(), width);
+  if (batch.step) return;
   K3_CHECK(int64_t(batch.slots.size()) == batch.sequences(), "[conv] {} sequences but {} slots", batch.sequences(), batch.slots.size());
   std::vector<uint8_t> taken(size_t(state->slots()));
   for (int32_t slot : batch.slots) {
@@ -161,6 +164,12 @@ Var conv_silu(Var x, Param& w, const Batch& batch, ConvState* state) {
   K3_CHECK(width >= 1 && width <= cpu::kConvMaxWidth, "[conv] {} has width {}, must be 1 to {}", w.name, width, cpu::kConvMaxWidth);
   check_batch(x, batch, state, width);
   Var y(c, DType::f32, {rows, channels});
+  if (batch.step) {
+    if constexpr (gpu::kBuilt)
+      gpu::check(cuda::conv_silu_step({*batch.step, rows, channels, width, state->history(), x.f32(), w.value.f32(), state->rows().f32(), y.f32()},
+                                      gpu::stream()));
+    return y;
+  }
   size_t mark = c.arena->mark();
   Tensor taps = c.arena->lend(DType::i32, {rows, width});
   cpu::ConvArgs a{};

@@ -10,6 +10,7 @@
 #include "k3/ops/delta_rule/delta_parallel_cuda.h"
 #include "k3/ops/delta_rule/delta_rule_float_cuda.h"
 #include "k3/ops/delta_rule/delta_rule_kernels.h"
+#include "k3/ops/delta_rule/delta_step_lists_cuda.h"
 #include "k3/tape/tape.h"
 
 namespace k3 {
@@ -65,6 +66,11 @@ void DeltaState::copy(int64_t to, int64_t from) {
     parts(tokens_[from], open_[from], [&](int64_t at, int64_t n) { std::copy(slot(from) + at, slot(from) + at + n, slot(to) + at); });
   if (to != from && memory_.device() == Device::cuda) copy_values(whole(to), whole(from));
   tokens_[to] = tokens_[from], open_[to] = open_[from];
+}
+
+void DeltaState::count(int64_t slot) {
+  ++tokens_[slot];
+  open_[slot] = open_[slot] == cpu::kDeltaChunk ? 1 : open_[slot] + 1;
 }
 
 bool DeltaState::drop(int64_t slot, int64_t n) {
@@ -125,6 +131,27 @@ void DeltaState::load(int64_t slot, Blob& from) {
   tokens_[slot] = tokens, open_[slot] = open;
 }
 
+// A decode step: the same kernels, with lists that the device makes.
+Var DeltaState::step(Var q, Var k, Var v, Var g, Var beta, int64_t columns, const DeviceStep& step) {
+  Context& c = q.context();
+  const int64_t N = q.rows(), H = shape_.heads, K = shape_.key_dim, V = shape_.value_dim;
+  Var o(c, DType::f32, {N, H * V});
+  if constexpr (gpu::kBuilt) {
+    Scratch s(*c.arena);
+    cuda::DeltaStepLists lists{step, N, slot(0), bytes_per_slot() / int64_t(sizeof(float))};
+    lists.first = s.lend(DType::i32, {N + 1}).i32(), lists.rows = s.lend(DType::i32, {N}).i32();
+    lists.slots = static_cast<float**>(s.lend(DType::i64, {N}).data());
+    lists.read = s.lend(DType::i64, {N}).as<int64_t>(), lists.open = s.lend(DType::i64, {N}).as<int64_t>();
+    gpu::check(cuda::delta_step_lists(lists, gpu::stream()));
+    cpu::DeltaArgs a{};
+    a.heads = H, a.key_dim = K, a.value_dim = V, a.scale = shape_.scale, a.gate_columns = columns;
+    a.q = q.f32(), a.k = k.f32(), a.v = v.f32(), a.g = columns ? g.f32() : nullptr, a.beta = beta.f32();
+    a.sequences = N, a.first = lists.first, a.rows = lists.rows, a.slots = lists.slots, a.read = lists.read, a.open = lists.open, a.out = o.f32();
+    gpu::check(cuda::delta_float_forward(a, gpu::stream()));
+  }
+  return o;
+}
+
 Var delta_rule(Var q, Var k, Var v, Var g, Var beta, const DeltaShape& shape, const Batch& batch, DeltaState* state) {
   Context& c = q.context();
   const int64_t N = batch.tokens(), H = shape.heads, K = shape.key_dim, V = shape.value_dim, S = batch.sequences();
@@ -138,6 +165,11 @@ Var delta_rule(Var q, Var k, Var v, Var g, Var beta, const DeltaShape& shape, co
   if (columns) check("g", g, H * columns);
   K3_CHECK(batch.padding.empty() || int64_t(batch.padding.size()) == N, "[delta_rule] padding has {} rows but the batch {}", batch.padding.size(), N);
 
+  if (batch.step) {
+    K3_CHECK(state && state->shape_.heads == H && state->shape_.key_dim == K && state->shape_.value_dim == V,
+             "[delta_rule] a decode step on the device needs a state of {} heads of {} x {}", H, K, V);
+    return state->step(q, k, v, g, beta, columns, *batch.step);
+  }
   auto rows = std::make_shared<const Rows>(batch);
   cpu::DeltaArgs a{};
   a.heads = H, a.key_dim = K, a.value_dim = V, a.scale = shape.scale, a.gate_columns = columns;

@@ -40,7 +40,9 @@ class DeltaState {
   int64_t slots() const { return int64_t(tokens_.size()); }
   int64_t tokens(int64_t slot) const { return tokens_[slot]; }  // how many it has read
   void reset(int64_t slot) { tokens_[slot] = open_[slot] = 0; }
-  void copy(int64_t to, int64_t from);       // fork
+  void copy(int64_t to, int64_t from);  // fork
+  void count(int64_t slot);             // one more token was read, on the device
+  int64_t open(int64_t slot) const { return open_[slot]; }
   bool drop(int64_t slot, int64_t n);        // unread the last n tokens if the open chunk holds them; otherwise false, and nothing happens
   void dense(int64_t slot, float* s) const;  // S [H, K, V] as of now
 
@@ -52,6 +54,7 @@ class DeltaState {
 
  private:
   friend Var delta_rule(Var, Var, Var, Var, Var, const DeltaShape&, const Batch&, DeltaState*);
+  Var step(Var q, Var k, Var v, Var g, Var beta, int64_t columns, const DeviceStep& step);
   float* slot(int64_t i) const;
   Tensor whole(int64_t slot) const;
   template <class F>

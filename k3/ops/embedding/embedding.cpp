@@ -14,15 +14,16 @@ Var embedding(Context& c, const Tensor& ids, Param& table) {
   K3_CHECK(ids.dtype() == DType::i32, "[embedding] ids must be I32, not {}", name_of(ids.dtype()));
   K3_CHECK(table.value.rank() == 2 && (type == DType::f32 || type == DType::bf16), "[embedding] {} must be a matrix of F32 or BF16, not {} of {}",
            table.name, to_string(table.value.shape()), name_of(type));
-  K3_CHECK(c.device != Device::cuda || ids.device() == Device::cpu, "[embedding] ids must be in the memory of the CPU, to be checked there");
-  if (c.device != Device::null)
+  const bool here = ids.device() != Device::cuda;  // ids of the GPU were made there, by sampling: nobody can look at them in time
+  K3_CHECK(here || (c.device == Device::cuda && !c.tape), "[embedding] ids must be in the memory of the CPU, to be checked there");
+  if (c.device != Device::null && here)
     for (int64_t n = 0; n < rows; ++n)
       K3_CHECK(ids.i32()[n] >= 0 && ids.i32()[n] < vocabulary, "[embedding] the id at position {} is {}, but {} has rows 0 to {}", n, ids.i32()[n],
                table.name, vocabulary - 1);
   Var y(c, DType::f32, {rows, d});
   cpu::EmbeddingArgs a{};
   a.rows = rows, a.d = d, a.ids = ids.i32(), a.y = y.f32();
-  if (c.device == Device::cuda) {
+  if (c.device == Device::cuda && here) {
     Tensor there = c.arena->lend(DType::i32, {rows});
     write(there, ids.data());
     a.ids = there.i32();

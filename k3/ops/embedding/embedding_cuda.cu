@@ -10,7 +10,7 @@ constexpr int kThreads = 256;
 __global__ void __launch_bounds__(kThreads) forward_kernel(const cpu::EmbeddingArgs a) {
   const int64_t n = blockIdx.x, from = a.ids[n] * a.d;
   for (int64_t i = threadIdx.x; i < a.d; i += kThreads)
-    a.y[n * a.d + i] = a.table ? a.table[from + i] : __uint_as_float(uint32_t(a.table_bf16[from + i]) << 16);
+    a.y[n * a.d + i] = from < 0 ? NAN : a.table ? a.table[from + i] : __uint_as_float(uint32_t(a.table_bf16[from + i]) << 16);
 }
 
 __global__ void __launch_bounds__(kThreads) backward_kernel(const cpu::EmbeddingArgs a) {

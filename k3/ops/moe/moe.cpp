@@ -67,7 +67,10 @@ Routing route(Var x, Param& gate, Param& bias, const RouteOptions& o, const Batc
     write(padding, batch.padding.data());
   }
   cpu::RouteArgs a{};
-  a.logits = logits.f32(), a.bias = bias.value.f32(), a.padding = padding.empty() ? nullptr : padding.as<uint8_t>();
+  a.logits = logits.f32(), a.bias = bias.value.f32(),
+  a.padding = batch.step        ? batch.step->padding
+              : padding.empty() ? nullptr
+                                : padding.as<uint8_t>();
   Tensor choices = forced ? *forced : Tensor();
   if (forced && c.device == Device::cuda && forced->device() == Device::cpu) {
     choices = c.arena->lend(DType::i32, {n, k});
@@ -167,8 +170,10 @@ struct ProductsOnGpu {
   int64_t experts;
   const Context& c;
   Scratch& scratch;
+  const ExpertWeights& w;
 
   cuda::GroupedArgs args(cuda::Grouped kind, const std::vector<Param*>& params, bool gradients) const {
+    const int which = &params == &w.gate ? 0 : &params == &w.up ? 1 : 2;
     std::vector<void*> at;
     std::vector<uint8_t> narrow;
     for (const Param* p : params) {
@@ -177,7 +182,9 @@ struct ProductsOnGpu {
     }
     cuda::GroupedArgs a{};
     a.kind = kind, a.offsets = d.offsets.as<int64_t>(), a.experts = experts, a.most_rows = d.pairs;
-    a.weights = listed(c.device, scratch, at), a.bf16 = listed(c.device, scratch, narrow), a.narrow = c.bf16_products;
+    a.weights = (gradients ? w.on_device->gradients : w.on_device->values)[which].of(c.device, at);
+    if (!gradients) a.bf16 = w.on_device->narrow[which].of(c.device, narrow);
+    a.narrow = c.bf16_products;
     a.out = params[0]->value.rows(), a.in = params[0]->value.cols();
     a.list = reinterpret_cast<cuda::ListedProduct*>(scratch.lend(DType::u8, {experts * int64_t(sizeof(cuda::ListedProduct))}).data());
     a.tile_begins = scratch.lend(DType::i32, {experts + 1}).i32();
@@ -349,7 +356,7 @@ Var experts(Var z, const Routing& routing, const ExpertWeights& w, const Activat
     }
     if constexpr (gpu::kBuilt) {
       if (c.device == Device::cuda) {
-        const ProductsOnGpu products{d, e, c, scratch};
+        const ProductsOnGpu products{d, e, c, scratch, w};
         cpu::DispatchArgs move{d.pair_of_row.i32(), d.row_of_pair.i32(), n, k, d.pairs, l, z.f32(), nullptr, rows.f32()};
         if (narrow) {
           narrow->forward(c, z, activation, a, b, rows);
@@ -392,7 +399,7 @@ Var experts(Var z, const Routing& routing, const ExpertWeights& w, const Activat
     c.cost("experts", {.flops = 2 * flops, .bytes = 3 * weight_bytes + 2 * moved});
     if constexpr (gpu::kBuilt) {
       if (c.device == Device::cuda) {
-        const ProductsOnGpu products{d, e, c, scratch};
+        const ProductsOnGpu products{d, e, c, scratch, w};
         const int64_t* rows = d.offsets.as<int64_t>() + e;
         cpu::DispatchArgs move{d.pair_of_row.i32(), d.row_of_pair.i32(), n, k, d.pairs, l, z.f32(), nullptr, zs.f32()};
         gpu::check(cuda::gather(move, rows, gpu::stream()));

@@ -16,10 +16,12 @@
 //   Var u = experts(linear(x, routed_expert_down_proj), r, {w1, w3, w2}, activation);
 //
 // Errors: widths that don't fit, k or groups that don't divide, forced choices outside 0..E-1 or twice the same.
+#include <memory>
 #include <span>
 #include <vector>
 
 #include "k3/core/batch.h"
+#include "k3/core/listed.h"
 #include "k3/tape/param.h"
 #include "k3/tape/var.h"
 
@@ -62,6 +64,11 @@ class ExpertSource {
 struct ExpertWeights {
   std::vector<Param*> gate, up, down;
   ExpertSource* source = nullptr;
+  // Where the matrices lie, on the device: values and gradients of w1, w3, w2, and which values are bfloat16.
+  struct OnDevice {
+    ListedOnce values[3], gradients[3], narrow[3];
+  };
+  std::shared_ptr<OnDevice> on_device = std::make_shared<OnDevice>();  // owners: the layer, and the closures on the tape
 };
 
 Var experts(Var z, const Routing& routing, const ExpertWeights& weights, const Activation& activation);
