@@ -128,6 +128,9 @@ TEST(memory, a_long_prompt_needs_no_more_scratch_than_a_short_one) {
 
 // K3 takes 2.4 MB a token in the exact form: a conversation gets what there is good room for, and the plan says what that is.
 TEST(memory, of_several_wishes_the_first_with_good_room_is_planned) {
+#ifdef __SANITIZE_ADDRESS__
+  GTEST_SKIP() << "a sanitizer's own memory grows by more than these budgets differ";
+#endif
   Saved s(testing::tiny_k3());
   std::vector<MemoryRequest> wishes;
   for (bool deterministic : {true, false})
