@@ -14,6 +14,7 @@
 
 #include "k3/core/buffer.h"
 #include "k3/core/isa.h"
+#include "k3/core/plain_read.h"
 #include "k3/core/rng.h"
 #include "k3/core/threads.h"
 #include "k3/ops/linear/linear.h"
@@ -35,23 +36,6 @@ double timed(const std::function<void()>& f) {
 double median(std::vector<double> t) {
   std::sort(t.begin(), t.end());
   return t[t.size() / 2];
-}
-
-// Sixteen sums, as wide as the compiler makes them: nothing but loads.
-uint64_t read_all(const char* p, int64_t bytes) {
-  constexpr int64_t piece = 1 << 20;
-  std::vector<uint64_t> sums(size_t((bytes + piece - 1) / piece));
-  parallel_blocks(bytes, piece, [&](int64_t a, int64_t b) {
-    typedef uint64_t words __attribute__((vector_size(64), aligned(8), may_alias));
-    words s[4] = {};
-    for (int64_t i = a; i + 256 <= b; i += 256)
-      for (int j = 0; j < 4; ++j) s[j] += *reinterpret_cast<const words*>(p + i + 64 * j);
-    for (int j = 0; j < 4; ++j)
-      for (int l = 0; l < 8; ++l) sums[size_t(a / piece)] += s[j][l];
-  });
-  uint64_t all = 0;
-  for (uint64_t s : sums) all += s;
-  return all;
 }
 
 // As many weights (out, in) as fill kBytes.
@@ -111,10 +95,10 @@ void decode(Stored stored, int64_t out, int64_t in, int64_t rows) {
   Weights w(stored, out, in, 1 << 20);
   Linear x(rows, in);
   std::vector<double> ours, plain;
-  volatile uint64_t sink = 0;
+  PlainRead read{uint64_t(w.bytes)};
   x.run(w);
   for (int r = 0; r < kRounds; ++r) {
-    plain.push_back(double(w.bytes) / timed([&] { sink = sink + read_all(static_cast<const char*>(w.memory.data()), w.bytes); }));
+    plain.push_back(read.rate());
     ours.push_back(double(w.bytes) / timed([&] { x.run(w); }));
   }
   fmt::print("  {:<6} {:>5} x {:<5} rows {:<3} {:6.1f} GB/s of weights, plain read {:6.1f}: {:4.0f} %\n", name_of(stored), out, in, rows,

@@ -1,8 +1,15 @@
 #pragma once
 // The subcommands of `k3 bench`, each in a file of its own. Every figure is printed beside the machine's own limit, measured in the same run.
 #include <CLI/CLI.hpp>
+#include <algorithm>
+#include <vector>
 
 namespace k3 {
+
+inline double median(std::vector<double> v) {
+  std::sort(v.begin(), v.end());
+  return v[v.size() / 2];
+}
 
 void add_bench_decode(CLI::App& bench);
 void add_bench_ops(CLI::App& bench);

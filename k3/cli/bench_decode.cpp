@@ -35,11 +35,6 @@ struct DecodeFlags {
   MemoryFlags memory;
 };
 
-double median(std::vector<double> v) {
-  std::sort(v.begin(), v.end());
-  return v[v.size() / 2];
-}
-
 template <class F>
 double seconds(F f) {
   const auto start = std::chrono::steady_clock::now();

@@ -49,11 +49,6 @@ void OpTable::add(const OpLine& l) {
 
 namespace {
 
-double median(std::vector<double> v) {
-  std::sort(v.begin(), v.end());
-  return v[v.size() / 2];
-}
-
 // Operators on one device in one precision of products. What a line needs lives until the line ends.
 class Bench {
  public:

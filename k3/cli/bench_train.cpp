@@ -40,11 +40,6 @@ struct TrainFlags {
   int64_t steps = 10;
 };
 
-double median(std::vector<double> v) {
-  std::sort(v.begin(), v.end());
-  return v[v.size() / 2];
-}
-
 // Single bytes, then pairs, then triples of them: as many tokens as a vocabulary asks for.
 Tokenizer made_up_tokenizer(int64_t vocabulary) {
   std::vector<std::string> tokens;

@@ -161,17 +161,8 @@ void download(void* host, const void* device, size_t bytes) {
   if (bytes) check_call(cudaMemcpyAsync(host, device, bytes, cudaMemcpyDeviceToHost, queue()), "a copy from the GPU");
   synchronize();
 }
-void download_later(void* pinned, const void* device, size_t bytes) {
-  if (bytes) check_call(cudaMemcpyAsync(pinned, device, bytes, cudaMemcpyDeviceToHost, queue()), "a copy from the GPU");
-}
-char* allocate_pinned(size_t bytes) {
-  queue();
-  void* p = nullptr;
-  check_call(cudaMallocHost(&p, bytes), "asking for pinned memory");
-  return static_cast<char*>(p);
-}
-void release_pinned(char* p) {
-  if (p) ok(cudaStreamSynchronize(queue())), ok(cudaFreeHost(p));
+void download_later(void* shared, const void* device, size_t bytes) {
+  if (bytes) check_call(cudaMemcpyAsync(shared, device, bytes, cudaMemcpyDeviceToHost, queue()), "a copy from the GPU");
 }
 void copy(void* to, const void* from, size_t bytes) {
   if (bytes) check_call(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, queue()), "a copy on the GPU");
@@ -243,8 +234,6 @@ void unreserve(char*, size_t, size_t) {}
 void upload(void*, const void*, size_t) { require(); }
 void download(void*, const void*, size_t) { require(); }
 void download_later(void*, const void*, size_t) { require(); }
-char* allocate_pinned(size_t) { return require(), nullptr; }
-void release_pinned(char*) {}
 void copy(void*, const void*, size_t) { require(); }
 void fill(void*, int, size_t) { require(); }
 void synchronize() { require(); }

@@ -39,17 +39,15 @@ void unreserve(char* base, size_t committed, size_t bytes);
 
 void upload(void* device, const void* host, size_t bytes);  // host memory may be used again on return
 void download(void* host, const void* device, size_t bytes);
-// The same without waiting: `pinned` holds the bytes after the next synchronize().
-void download_later(void* pinned, const void* device, size_t bytes);
-char* allocate_pinned(size_t bytes);  // of the CPU's memory, where the GPU may write at any time
-void release_pinned(char* p);
+// The same without waiting: `shared`, from allocate_shared(), holds the bytes after the next synchronize().
+void download_later(void* shared, const void* device, size_t bytes);
 void copy(void* to, const void* from, size_t bytes);
 void fill(void* p, int byte, size_t bytes);
 inline void clear(void* p, size_t bytes) { fill(p, 0, bytes); }
 void synchronize();  // waits; an Error when a kernel failed
 bool idle();         // whether all that was enqueued is done; an Error when a kernel failed
 
-// Memory of the host that kernels read and write where it lies, zeroed: results that the host looks at without waiting for the stream.
+// Memory of the host that kernels and copies read and write where it lies, zeroed: results that the host looks at without waiting for the stream.
 char* allocate_shared(size_t bytes);
 void release_shared(char* p);
 

@@ -1,5 +1,7 @@
 #include "k3/core/memory.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <cctype>
 #include <filesystem>
@@ -73,6 +75,7 @@ uint64_t available_memory(const std::string& root) {
   return least;
 }
 
+size_t address_space() { return size_t(sysconf(_SC_PHYS_PAGES)) * size_t(sysconf(_SC_PAGE_SIZE)); }
 uint64_t resident_memory() { return field(text_of("/proc/self/status"), "VmRSS:", 0) << 10; }
 uint64_t peak_resident_memory() { return field(text_of("/proc/self/status"), "VmHWM:", 0) << 10; }
 

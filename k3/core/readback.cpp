@@ -7,7 +7,7 @@
 namespace k3 {
 
 Readback::~Readback() {
-  for (Block& b : blocks_) gpu::release_pinned(b.data);
+  for (Block& b : blocks_) gpu::release_shared(b.data);
 }
 
 void Readback::ask(const Tensor& t, Take take) {
@@ -15,7 +15,7 @@ void Readback::ask(const Tensor& t, Take take) {
   while (block_ < blocks_.size() && used_ + bytes > blocks_[block_].bytes) ++block_, used_ = 0;
   if (block_ == blocks_.size()) {
     const size_t room = std::max(bytes, size_t(1) << 20);
-    blocks_.push_back({gpu::allocate_pinned(room), room});
+    blocks_.push_back({gpu::allocate_shared(room), room});
     used_ = 0;
   }
   char* at = blocks_[block_].data + used_;

@@ -30,7 +30,7 @@ class Readback {
     const char* at;
     Take take;
   };
-  std::vector<Block> blocks_;  // pinned; kept from step to step
+  std::vector<Block> blocks_;  // shared with the GPU; kept from step to step
   size_t block_ = 0, used_ = 0;
   std::vector<Wanted> wanted_;
 };

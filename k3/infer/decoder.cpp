@@ -1,19 +1,16 @@
 #include "k3/infer/decoder.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <thread>
 
 #include "k3/core/error.h"
+#include "k3/core/memory.h"
 #include "k3/ops/delta_rule/delta_rule_kernels.h"
 #include "k3/ops/loss/loss.h"
 
 namespace k3 {
-
-static size_t address_space() { return size_t(sysconf(_SC_PHYS_PAGES)) * size_t(sysconf(_SC_PAGE_SIZE)); }
 
 Decoder::Decoder(Model& model, ModelState& state, const DecoderOptions& options)
     : model_(model), state_(state), options_(options), arena_(address_space(), model.params().device()) {

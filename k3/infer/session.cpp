@@ -1,20 +1,16 @@
 #include "k3/infer/session.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <cstring>
 
 #include "k3/core/error.h"
 #include "k3/core/gpu.h"
+#include "k3/core/memory.h"
 #include "k3/ops/loss/loss.h"
 
 namespace k3 {
 
 // Slot 0 is the sequence, slot 1 the mark.
-
-// Address space for scratch, not memory: pages count when they are touched.
-static size_t address_space() { return size_t(sysconf(_SC_PHYS_PAGES)) * size_t(sysconf(_SC_PAGE_SIZE)); }
 
 Session::Session(Model& model, const SessionOptions& options)
     : model_(model),

@@ -13,6 +13,7 @@
 
 #include "k3/core/error.h"
 #include "k3/core/file.h"
+#include "k3/core/memory.h"
 #include "k3/core/threads.h"
 #include "k3/ops/activation/activation.h"
 #include "k3/ops/linear/product.h"
@@ -77,7 +78,7 @@ double disk(double budget) {
 
 Machine measure(double budget) {
   Machine m;
-  m.memory = double(sysconf(_SC_PHYS_PAGES)) * double(sysconf(_SC_PAGE_SIZE));
+  m.memory = double(address_space());
   m.triad = triad(size_t(1) << 25, budget);
   m.cached = triad(size_t(1) << 16, budget / 2);
   m.product = 2.0 * 1024 * 1024 * 1024 / product_seconds(1024, 1024, 1024, budget);
