@@ -19,7 +19,7 @@ void check(int heads, double sharp, bool gated) {
   auto q = gpu::to_bf16(normals(nq * heads * 192, rng, 0, sharp)), kv = gpu::to_bf16(normals(nk * heads * 256, rng)),
        sh = gpu::to_bf16(normals(nk * 72, rng)), gate = gpu::to_bf16(normals(nq * heads * 128, rng));
   for (int64_t i = kb[poisoned] * heads * 256; i < kb[poisoned + 1] * heads * 256; ++i) kv[i] = bf16{0x7fff};
-  std::vector<double> right(nq * heads * 128, 0.), lse(nq * heads), raw(nq * heads * 128, 0.);
+  std::vector<double> right(nq * heads * 128, 0.), lse(nq * heads), largest(nq * heads), raw(nq * heads * 128, 0.);
   const double scale = 1 / std::sqrt(192.);
   for (size_t s = 0; s < shapes.size(); ++s)
     for (int i = 0; i < shapes[s].first; ++i)
@@ -36,7 +36,7 @@ void check(int heads, double sharp, bool gated) {
           p[j] = x * scale, top = std::max(top, p[j]);
         }
         for (double& x : p) sum += x = std::exp(x - top);
-        lse[h * nq + row] = top + std::log(sum);
+        lse[row * heads + h] = top + std::log(sum), largest[row * heads + h] = top;
         for (int c = 0; c < 128; ++c) {
           double& o = raw[(row * heads + h) * 128 + c];
           for (int j = 0; j < see; ++j) o += p[j] / sum * to_float(kv[((kb[s] + j) * heads + h) * 256 + 128 + c]);
@@ -44,7 +44,7 @@ void check(int heads, double sharp, bool gated) {
         }
       }
   Buffer<bf16> dq(q), dkv(kv), dsh(sh), dg(gate), o(nq * heads * 128);
-  Buffer<float> dl(nq * heads), dr(nq * heads * 128);
+  Buffer<float> dl(nq * heads), dm(nq * heads), dr(nq * heads * 128);
   Buffer<int> dqb(qb), dkb(kb);
   cuda::PrefillArgs a{dq.data,  dkv.data,     dkv.data + 128,
                       dsh.data, heads * 192,  heads * 256,
@@ -52,18 +52,20 @@ void check(int heads, double sharp, bool gated) {
                       dqb.data, dkb.data,     int(shapes.size()),
                       heads,    longest,      nq,
                       nk,       float(scale), gated ? dg.data : nullptr,
-                      o.data,   dl.data,      dr.data};
+                      o.data,   dl.data,      dm.data,
+                      dr.data};
   launched(prefill_forward(a, nullptr));
   GPU(cudaDeviceSynchronize());
   auto first = o.download();
   auto drop = [&](std::vector<double> v, bool by_head) {  // without the poisoned sequence
-    for (int64_t r = qb[poisoned]; r < qb[poisoned + 1]; ++r)
-      for (int64_t i = 0; i < heads * (by_head ? 1 : 128); ++i) v[by_head ? i * nq + r : r * heads * 128 + i] = 0;
+    const int64_t width = heads * (by_head ? 1 : 128);
+    std::fill(v.begin() + qb[poisoned] * width, v.begin() + qb[poisoned + 1] * width, 0.);
     return v;
   };
   std::string name = "prefill, " + std::to_string(heads) + " heads, queries x " + std::to_string(sharp) + (gated ? ", gated, " : ", ");
   expect(name + "output", error(drop(widen(first), false), drop(right, false)), 5e-3);  // P and o in bf16
   expect(name + "log-sum", error(drop(widen(dl.download()), true), drop(lse, true)), 1e-5);
+  expect(name + "largest logit", error(drop(widen(dm.download()), true), drop(largest, true)), 1e-5);
   expect(name + "output before the gate", error(drop(widen(dr.download()), false), drop(raw, false)), 3e-3);
   o.poison();
   launched(prefill_forward(a, nullptr));
@@ -80,9 +82,9 @@ void time(int sequences, int tokens, int heads, double floor, bool gated) {
   std::vector<int> begins;
   for (int i = 0; i <= sequences; ++i) begins.push_back(i * tokens);
   Buffer<int> b(begins);
-  cuda::PrefillArgs a{q.data, kv.data,  kv.data + 128, sh.data, heads * 192, heads * 256, 256, 64,      heads * 128,
-                      b.data, b.data,   sequences,     heads,   tokens,      N,           N,   0.0722f, gated ? gate.data : nullptr,
-                      o.data, lse.data, nullptr};
+  cuda::PrefillArgs a{q.data, kv.data, kv.data + 128, sh.data, heads * 192, heads * 256, 256, 64,      heads * 128,
+                      b.data, b.data,  sequences,     heads,   tokens,      N,           N,   0.0722f, gated ? gate.data : nullptr,
+                      o.data, lse.data};
   report("MLA prefill, " + std::to_string(sequences) + " x " + std::to_string(tokens) + ", " + std::to_string(heads) + " heads" +
              (gated ? ", gated" : ""),
          time_us([&](int, cudaStream_t s) { launched(prefill_forward(a, s)); }, 1, 20), floor);

@@ -7,8 +7,7 @@
 #include "k3/model/choices.h"
 #include "k3/ops/activation/activation.h"
 #include "k3/ops/conv/conv.h"
-#include "k3/ops/decay/decay.h"
-#include "k3/ops/delta_rule/delta_rule.h"
+#include "k3/ops/delta_rule/gated_delta_rule.h"
 #include "k3/ops/linear/linear.h"
 #include "k3/ops/norm/norm.h"
 
@@ -80,14 +79,12 @@ class Delta : public Mixer {
   Var forward(Var x, const Batch& batch, State* state) override {
     auto* s = static_cast<DeltaLayerState*>(state);
     const std::vector<Var> qkv = linears(x, {&q_proj_, &k_proj_, &v_proj_});
-    Var q = l2_norm(conv_silu(qkv[0], q_conv_, batch, s ? &s->q : nullptr), dim_);  // eq. 2
-    Var k = l2_norm(conv_silu(qkv[1], k_conv_, batch, s ? &s->k : nullptr), dim_);
+    Var q = conv_silu(qkv[0], q_conv_, batch, s ? &s->q : nullptr);  // eq. 2
+    Var k = conv_silu(qkv[1], k_conv_, batch, s ? &s->k : nullptr);
     Var v = conv_silu(qkv[2], v_conv_, batch, s ? &s->v : nullptr);
-    Var beta = sigmoid(linear(x, b_proj_));
-    Var g = log_decay(x);
-    Var o = delta_rule(q, k, v, g, beta, shape(), batch, s ? &s->memory : nullptr);  // eq. 1
+    Var b = linear(x, b_proj_), z = decay_logits(x);
+    Var o = gated_delta_rule(q, k, v, z, b, decay(), shape(), batch, s ? &s->memory : nullptr);  // eq. 1
     Var gate = full_rank_gate_ ? linear(x, *g_proj_) : linear(linear(x, *g_a_proj_), *g_b_proj_);
-    if (!g.empty()) x.context().record("log_decay." + std::to_string(layer_), g.value());
     x.context().record("output_gate." + std::to_string(layer_), gate.value());
     return linear(gated_rms_norm(o, gate, o_norm_, eps_), o_proj_);  // eq. 6
   }
@@ -96,19 +93,13 @@ class Delta : public Mixer {
   }
 
  private:
-  Var log_decay(Var x) {
-    switch (gate_) {
-      case Gate::channel: {
-        Var z = linear(linear(x, *f_a_proj_), *f_b_proj_);
-        return lower_bound_ ? bounded_decay(z, *A_log_, *dt_bias_, heads_, float(*lower_bound_))  // eq. 5
-                            : softplus_decay(z, *A_log_, *dt_bias_, heads_);
-      }
-      case Gate::head:
-        return softplus_decay(linear(x, *a_proj_), *A_log_, *dt_bias_, heads_);
-      case Gate::none:
-        break;
-    }
-    return {};
+  Var decay_logits(Var x) {
+    if (gate_ == Gate::none) return {};
+    return gate_ == Gate::channel ? linear(linear(x, *f_a_proj_), *f_b_proj_) : linear(x, *a_proj_);
+  }
+  DecayGate decay() const {  // eq. 5, or softplus
+    const bool bounded = gate_ == Gate::channel && lower_bound_;
+    return {A_log_, dt_bias_, bounded ? std::optional(float(*lower_bound_)) : std::nullopt, "log_decay." + std::to_string(layer_)};
   }
   DeltaShape shape() const {
     return {heads_, dim_, dim_, float(1 / std::sqrt(double(dim_))), gate_ == Gate::channel && lower_bound_ && *lower_bound_ >= -5};

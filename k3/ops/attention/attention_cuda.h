@@ -41,11 +41,28 @@ struct PrefillArgs {
   int sequences, heads, longest_q;  // longest_q: at least the largest number of queries
   int64_t q_rows, k_rows;
   float scale;
-  const void* gate;  // (Nq, H*128) bf16 logits, or null: o is multiplied by their sigmoid
-  void* o;           // (Nq, H, 128) bf16
-  float* lse;        // (H, Nq) natural logarithm of the sum of exponentials; null: not wanted
-  float* raw;        // (Nq, H, 128) o before the gate; null: not wanted
+  const void* gate;      // (Nq, H*128) bf16 logits, or null: o is multiplied by their sigmoid
+  void* o;               // (Nq, H, 128) bf16; null: not wanted
+  float *lse, *largest;  // (Nq, H) natural logarithm of the sum of exponentials; the largest scaled logit; null: not wanted
+  float* raw;            // (Nq, H, 128) o before the gate; null: not wanted
+  int row_heads;         // heads of a row of o, lse, largest and raw, of which these are some; 0: just these
 };
 const char* prefill_forward(const PrefillArgs&, void* stream);
+
+// Gradients of the same where each sequence's queries are its keys. Fixed order: two runs give the same bits.
+struct PrefillBackwardArgs {
+  const void *q, *k, *v, *shared;  // as PrefillArgs says
+  const void* dy;                  // (N, H, 128) bf16
+  int64_t q_stride, kv_stride, kv_head_stride, shared_stride;
+  const int* begins;  // (sequences + 1), on the device
+  int sequences, heads, longest;
+  int64_t rows;
+  float scale;
+  const float *lse, *d;  // (N, H) of the forward; rowsum(dy * y)
+  float* dq;             // (N, H, 192) added to
+  float *dk, *dv;        // laid out as k and v, added to
+  float* dshared;        // (H, N, 64) written
+};
+const char* prefill_backward(const PrefillBackwardArgs&, void* stream);
 
 }  // namespace k3::cuda

@@ -1,7 +1,10 @@
 // Attention on the GPU against the CPU, and what must not change a bit there: the cut into calls, the neighbours.
 #include <gtest/gtest.h>
 
+#include <utility>
+
 #include "k3/ops/attention/attention.h"
+#include "k3/ops/attention/prefill.h"
 #include "k3/ops/testing.h"
 
 namespace k3 {
@@ -151,6 +154,80 @@ TEST(mla, cuda_in_bfloat16_is_near_float32) {
       step.backward(y, in.dy);
       return std::vector<Tensor>{y.value(), x[0].grad(), x[1].grad(), x[2].grad(), w.grad};
     });
+}
+
+// K3's widths, where a GPU multiplies by warpgroups: packed, with empty sequences and one token; the largest logits too.
+TEST(mla, cuda_prefill_in_bfloat16_is_near_float32) {
+  for (const std::vector<int64_t>& lengths : {std::vector<int64_t>{100, 0, 1, 37, 64, 0, 200}, {129}, {1}}) {
+    const Batch batch = Batch::of_lengths(lengths);
+    const Latent in(batch.tokens(), 3, 128, 64, 128, 64);
+    SCOPED_TRACE(fmt::format("{} tokens", in.tokens()));
+    testing::expect_cuda_equals_cpu(kNarrowTolerance, [&](Step& step) {
+      step.context.bf16_products = true;
+      Tensor top = step.arena().lend(DType::f32, {in.s.heads});
+      Param& w = in.weight(step);
+      std::vector<Var> x;
+      Var y = in.read(step, w, batch, 0, nullptr, &top, &x);
+      step.backward(y, in.dy);
+      if (batch.tokens() == 1) return std::vector<Tensor>{y.value(), top, x[1].grad(), w.grad};  // the others' are rounding
+      return std::vector<Tensor>{y.value(), top, x[0].grad(), x[1].grad(), x[2].grad(), w.grad};
+    });
+  }
+}
+
+// A document of NaN changes no bit of the ones before and behind it, forward and backward.
+TEST(mla, cuda_prefill_does_not_see_a_neighbours_nan) {
+  if (const std::string why = gpu::why_not(); !why.empty()) GTEST_SKIP() << why;
+  const Latent good(201, 2, 128, 64, 128, 64);
+  Latent bad = good;
+  for (auto [x, width] : {std::pair{&bad.q, int64_t(2 * 192)}, {&bad.c, int64_t(64)}, {&bad.k_pe, int64_t(64)}, {&bad.dy, int64_t(2 * 128)}})
+    for (int64_t i = 100 * width; i < 137 * width; ++i) (*x)[i] = NAN;
+  std::vector<std::vector<char>> seen[2];
+  for (bool poisoned : {false, true}) {
+    Step step(true, size_t(1) << 30, Device::cuda);
+    step.context.bf16_products = true;
+    std::vector<Var> x;
+    const Latent& in = poisoned ? bad : good;
+    Var y = in.read(step, in.weight(step), Batch::of_lengths({100, 37, 64}), 0, nullptr, nullptr, &x);
+    step.backward(y, in.dy);
+    for (const Tensor& t : {y.value(), x[0].grad(), x[1].grad(), x[2].grad()})
+      for (auto [from, to] : {std::pair{0, 100}, {137, 201}}) seen[poisoned].push_back(bytes_of(t.row_range(from, to)));
+  }
+  for (size_t i = 0; i < seen[0].size(); ++i) EXPECT_EQ(seen[0][i], seen[1][i]) << i;
+}
+
+// The same from caches: a prompt beside a few tokens of another sequence, a second piece behind the first, a token of each, and a third.
+TEST(mla, cuda_caches_in_bfloat16_are_near_float32) {
+  const Latent in(600, 3, 128, 64, 128, 64);
+  struct Small {  // two heads at a time, then one
+    int64_t before = std::exchange(prefill_room, 2 * 2 * 460 * 256);
+    ~Small() { prefill_room = before; }
+  } small;
+  for (bool deterministic : {true, false})
+    for (bool keep_expanded : {true, false}) {
+      SCOPED_TRACE(fmt::format("{}{}", deterministic ? "deterministic" : "absorbed", keep_expanded ? ", kept" : ""));
+      testing::expect_cuda_equals_cpu(
+          kNarrowTolerance,
+          [&](Step& step) {
+            step.context.bf16_products = true, step.context.deterministic = deterministic;
+            LatentCache cache(3, in.s, keep_expanded, step.context.device);
+            Param& w = in.weight(step);
+            std::vector<Tensor> out;
+            int64_t at = 0;
+            for (const auto& [lengths, slots] : {std::pair{std::vector<int64_t>{200, 4, 33}, std::vector<int32_t>{0, 1, 2}},
+                                                 {{150, 0, 64}, {0, 2, 1}},
+                                                 {{1, 1, 1}, {2, 0, 1}},
+                                                 {{32, 100}, {1, 0}}}) {
+              const Batch batch = at_slots(Batch::of_lengths(lengths), slots);
+              Tensor top = step.arena().lend(DType::f32, {in.s.heads});
+              out.push_back(in.read(step, w, batch, at, &cache, &top).value());
+              out.push_back(top);
+              at += batch.tokens();
+            }
+            return out;
+          },
+          false);
+    }
 }
 
 // On the GPU: whole = any cut = one at a time beside another sequence, to the bit.

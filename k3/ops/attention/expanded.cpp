@@ -8,6 +8,8 @@
 #include "k3/ops/attention/attention_float_cuda.h"
 #include "k3/ops/attention/attention_narrow_cuda.h"
 #include "k3/ops/attention/attention_step_cuda.h"
+#include "k3/ops/attention/gather_cuda.h"
+#include "k3/ops/attention/prefill.h"
 #include "k3/ops/linear/blas_cuda.h"
 #include "k3/tape/tape.h"
 
@@ -133,6 +135,21 @@ static void expanded_step(const Expanded& e, const Var& y, [[maybe_unused]] cons
   }
 }
 
+// The sequences with many queries, from a cache's tiles; the query tiles of the others stay in `a`.
+static void prefill_from_tiles(Context& c, const AttentionPlan& plan, cpu::AttentionArgs& a, Scratch& scratch) {
+  std::vector<cpu::QueryTile> others;
+  for (const cpu::QueryTile& t : plan.query_tiles)
+    if (plan.sequences[size_t(t.sequence)].queries < kPrefillQueries) others.push_back(t);
+  for (const cpu::AttentionSequence& s : plan.sequences) {
+    if (s.queries < kPrefillQueries) continue;
+    prefill_sequence(c, a, s, plan.rows[size_t(s.rows_at)], [&](int64_t first, int64_t heads, void* kv, void* shared) {
+      if constexpr (gpu::kBuilt)
+        gpu::check(cuda::gather_tiles({a.tiles, a.blocks + s.blocks_at, s.first + s.queries, first, heads, kv, shared}, gpu::stream()));
+    });
+  }
+  a.query_tiles = listed(c.device, scratch, others), a.query_tile_count = int64_t(others.size());
+}
+
 void expanded_attention(const Expanded& e, const Var& y, const Batch& batch, TokenCache* cache, Tensor* max_logit) {
   if (batch.step) return expanded_step(e, y, *batch.step, *cache);
   Context& c = y.context();
@@ -142,6 +159,7 @@ void expanded_attention(const Expanded& e, const Var& y, const Batch& batch, Tok
 
   cpu::AttentionArgs a = arguments_of(e, y);
   bool narrow = false, dense = int64_t(plan.rows.size()) == tokens;
+  const bool warpgroups = prefill_serves(c, e.tiles, e.group, batch) && a.key_stride == a.value_stride && a.key_head_stride == a.value_head_stride;
   if constexpr (gpu::kBuilt) narrow = c.device == Device::cuda && c.bf16_products && !cache && cuda::attention_narrow_serves(a);
   {
     Scratch scratch(*c.arena);
@@ -157,9 +175,14 @@ void expanded_attention(const Expanded& e, const Var& y, const Batch& batch, Tok
     if constexpr (gpu::kBuilt) {
       if (c.device == Device::cuda) {
         if (narrow) {
-          gpu::check(cuda::attention_narrow_forward(narrowed(e, a, plan.longest, dense, scratch), gpu::stream()));
+          const cuda::AttentionNarrowArgs p = narrowed(e, a, plan.longest, dense, scratch);
+          if (warpgroups)
+            prefill(p, batch, scratch);
+          else
+            gpu::check(cuda::attention_narrow_forward(p, gpu::stream()));
         } else {
           gpu::check(cuda::attention_append(a, plan.longest, gpu::stream()));
+          if (warpgroups) prefill_from_tiles(c, plan, a, scratch);
           gpu::check(cuda::attention_forward(a, plan.longest, 0, INT64_MAX, gpu::stream()));
         }
         if (max_logit) gpu::check(cuda::attention_max_logit(a, int64_t(plan.rows.size()), max_logit->f32(), gpu::stream()));
@@ -187,9 +210,15 @@ void expanded_attention(const Expanded& e, const Var& y, const Batch& batch, Tok
     plan.fill(b, c.device, scratch);
     if (c.device == Device::cpu) cpu::attention().backward(b);
     if constexpr (gpu::kBuilt) {
-      if (c.device == Device::cuda)
-        gpu::check(narrow ? cuda::attention_narrow_backward(narrowed(e, b, plan.longest, dense, scratch), gpu::stream())
-                          : cuda::attention_backward(b, plan.longest, gpu::stream()));
+      if (c.device == Device::cuda && narrow) {
+        const cuda::AttentionNarrowArgs p = narrowed(e, b, plan.longest, dense, scratch);
+        if (warpgroups)
+          prefill_backward(p, batch, scratch);
+        else
+          gpu::check(cuda::attention_narrow_backward(p, gpu::stream()));
+      } else if (c.device == Device::cuda) {
+        gpu::check(cuda::attention_backward(b, plan.longest, gpu::stream()));
+      }
     }
     c.cost(e.name, {.flops = 2 * plan.pairs * double(heads) * (3 * key_dim + 2 * value_dim), .bytes = 2 * bytes});
   });

@@ -7,6 +7,8 @@
 #include "k3/ops/attention/attention.h"
 #include "k3/ops/attention/attention_float_cuda.h"
 #include "k3/ops/attention/expanded.h"
+#include "k3/ops/attention/prefill.h"
+#include "k3/ops/linear/blas_cuda.h"
 #include "k3/ops/linear/linear.h"
 #include "k3/tape/tape.h"
 
@@ -97,6 +99,30 @@ void expand_sequence(const AttentionPlan& plan, const cpu::AttentionSequence& se
   }
 }
 
+// The same on a GPU's warpgroup products: the latents once, their keys and values some heads at a time.
+void prefill_from_latents(const AttentionPlan& plan, const cpu::AttentionSequence& sequence, const MlaShape& s, const cpu::AttentionArgs& a,
+                          const Param& kv_b, Context& c) {
+  const int64_t keys = sequence.first + sequence.queries;
+  Scratch scratch(*c.arena);
+  float *latents = scratch.lend(DType::f32, {keys, s.rank}).f32(), *shared = scratch.lend(DType::f32, {keys, s.rope}).f32();
+  void* narrow = scratch.lend(DType::bf16, {keys, s.rank}).data();
+  const bool is_bf16 = kv_b.value.dtype() == DType::bf16;
+  bf16* weight = is_bf16 ? kv_b.value.as<bf16>() : scratch.lend(DType::bf16, kv_b.value.shape()).as<bf16>();
+  if constexpr (gpu::kBuilt) {
+    gpu::check(cuda::latent_gather(a.blocks + sequence.blocks_at, 0, keys, latents, s.rank, shared, s.rope, gpu::stream()));
+    gpu::check(cuda::narrow(latents, narrow, keys * s.rank, gpu::stream()));
+    if (!is_bf16) gpu::check(cuda::narrow(kv_b.value.f32(), weight, kv_b.value.size(), gpu::stream()));
+  }
+  const int64_t width = s.nope + s.value;
+  prefill_sequence(c, a, sequence, plan.rows[size_t(sequence.rows_at)], [&](int64_t first, int64_t heads, void* kv, void* shared_narrow) {
+    if constexpr (gpu::kBuilt) {
+      gpu::check(cuda::blas_products(
+          {x_wt(nullptr, nullptr, nullptr, keys, heads * width, s.rank), narrow, weight + first * width * s.rank, kv, kv, true}, gpu::stream()));
+      if (shared_narrow) gpu::check(cuda::narrow(shared, shared_narrow, keys * s.rope, gpu::stream()));
+    }
+  });
+}
+
 // All sequences that go absorbed, at once.
 void absorbed_attention(const AttentionPlan& plan, const std::vector<cpu::AttentionSequence>& list, const MlaShape& s, const Var& q,
                         const Param& kv_b, const Var& y, float* m) {
@@ -181,6 +207,7 @@ Var mla_attention(Var q, Var c, Var k_pe, Param& kv_b, const MlaShape& s, const 
     if (context.device == Device::cuda) gpu::check(cuda::latent_append(a, plan.longest, c.f32(), s.rank, k_pe.f32(), s.rope, gpu::stream()));
   }
   std::vector<cpu::AttentionSequence> absorbed;
+  const bool warpgroups = prefill_serves(context, a.tiles, 1, batch) && s.rank % 8 == 0;
   double flops = 0, bytes = 4.0 * double(q.size() + y.size() + c.size() + k_pe.size()), held = 0;
   for (const auto& sequence : plan.sequences) {
     if (sequence.queries == 0) continue;
@@ -192,7 +219,10 @@ Var mla_attention(Var q, Var c, Var k_pe, Param& kv_b, const MlaShape& s, const 
       flops += 2.0 * double(s.heads) * (pairs * double(2 * s.rank + s.rope) + double(sequence.queries * (s.nope + s.value) * s.rank));
       bytes += 4.0 * keys * double(s.rank + s.rope);
     } else {
-      expand_sequence(plan, sequence, s, a, kv_b, context);
+      if (warpgroups && sequence.queries >= kPrefillQueries)
+        prefill_from_latents(plan, sequence, s, a, kv_b, context);
+      else
+        expand_sequence(plan, sequence, s, a, kv_b, context);
       flops += 2.0 * double(s.heads) * pairs * double(s.nope + s.rope + s.value);
       bytes += 4.0 * keys * double(s.rank + s.rope + 2 * s.heads * (s.nope + s.value));
     }

@@ -167,13 +167,18 @@ __global__ void __launch_bounds__(384, 1) prefill_kernel(const __grid_constant__
     if (row >= t.queries) continue;
     const float r = l > 0.f ? 1.f / l : 0.f;
     const int64_t n = t.q_begin + row;
-    if (a.lse && (lane & 3) == 0) a.lse[head * a.q_rows + n] = l > 0.f ? top[h] * kLn2 + logf(l) : -INFINITY;
-    nv_bf16* o = static_cast<nv_bf16*>(a.o) + (n * a.heads + head) * 128 + two;
+    const int64_t place = n * (a.row_heads ? a.row_heads : a.heads) + head;
+    if ((lane & 3) == 0) {
+      if (a.lse) a.lse[place] = l > 0.f ? top[h] * kLn2 + logf(l) : -INFINITY;
+      if (a.largest) a.largest[place] = top[h] * kLn2;
+    }
+    nv_bf16* o = static_cast<nv_bf16*>(a.o) + place * 128 + two;
     const nv_bf16* gate = static_cast<const nv_bf16*>(a.gate) + n * a.gate_stride + head * 128 + two;
 #pragma unroll
     for (int c = 0; c < 16; ++c) {
       float x = O[4 * c + 2 * h] * r, y = O[4 * c + 2 * h + 1] * r;
-      if (a.raw) *reinterpret_cast<float2*>(a.raw + (n * a.heads + head) * 128 + c * 8 + two) = make_float2(x, y);
+      if (a.raw) *reinterpret_cast<float2*>(a.raw + place * 128 + c * 8 + two) = make_float2(x, y);
+      if (!a.o) continue;
       if (a.gate) {
         uint32_t g = *reinterpret_cast<const uint32_t*>(gate + c * 8);
         x *= sigmoid(low(g)), y *= sigmoid(high(g));

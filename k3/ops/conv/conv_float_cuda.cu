@@ -38,6 +38,105 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(const ConvArgs a) {
   a.y[n * a.channels + c] = y;
 }
 
+// ---- width 4, the published one: four channels a thread, kRows rows after another, all of a row's loads before its sums ---------------------------
+constexpr int kRows = 4;
+struct Taps4 {
+  float4 of[4];  // w of channel i
+};
+__device__ __forceinline__ Taps4 taps_of(const ConvArgs& a, int64_t c) {
+  Taps4 w;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) w.of[i] = *reinterpret_cast<const float4*>(a.w + (c + i) * 4);
+  return w;
+}
+__device__ __forceinline__ float4 source4(const ConvArgs& a, int32_t tap, int64_t c) {  // zeros where there are none
+  if (tap >= 0) return *reinterpret_cast<const float4*>(a.x + tap * a.channels + c);
+  if (tap <= cpu::kConvState) return *reinterpret_cast<const float4*>(a.state + int64_t(cpu::kConvState - tap) * a.channels + c);
+  return make_float4(0.f, 0.f, 0.f, 0.f);
+}
+__device__ __forceinline__ float4 convolved4(const ConvArgs& a, const int4 tap, const Taps4& w, int64_t c) {
+  const float4 x[4] = {source4(a, tap.x, c), source4(a, tap.y, c), source4(a, tap.z, c), source4(a, tap.w, c)};
+  auto sum = [&](const float4& k, float p, float q, float r, float s) { return fmaf(k.w, s, fmaf(k.z, r, fmaf(k.y, q, fmaf(k.x, p, 0.f)))); };
+  return make_float4(sum(w.of[0], x[0].x, x[1].x, x[2].x, x[3].x), sum(w.of[1], x[0].y, x[1].y, x[2].y, x[3].y),
+                     sum(w.of[2], x[0].z, x[1].z, x[2].z, x[3].z), sum(w.of[3], x[0].w, x[1].w, x[2].w, x[3].w));
+}
+template <bool kSlopes>  // y, or dy times the slope
+__global__ void __launch_bounds__(kThreads) forward4_kernel(const ConvArgs a, float* slopes) {
+  const int64_t c = (int64_t(blockIdx.y) * kThreads + threadIdx.x) * 4, first = int64_t(blockIdx.x) * kRows;
+  if (c >= a.channels) return;
+  const Taps4 w = taps_of(a, c);
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    const int64_t n = first + r;
+    if (n >= a.rows) return;
+    const int4 tap = *reinterpret_cast<const int4*>(a.taps + n * 4);
+    float4 y = make_float4(0.f, 0.f, 0.f, 0.f);
+    if (tap.w != cpu::kConvPadding) {
+      const float4 x = convolved4(a, tap, w, c);
+      if constexpr (kSlopes) {
+        const float4 dy = *reinterpret_cast<const float4*>(a.dy + n * a.channels + c);
+        y = make_float4(slope(x.x, dy.x), slope(x.y, dy.y), slope(x.z, dy.z), slope(x.w, dy.w));
+      } else {
+        y = make_float4(x.x * exact_sigmoid(x.x), x.y * exact_sigmoid(x.y), x.z * exact_sigmoid(x.z), x.w * exact_sigmoid(x.w));
+      }
+    }
+    *reinterpret_cast<float4*>((kSlopes ? slopes : a.y) + n * a.channels + c) = y;
+  }
+}
+__global__ void __launch_bounds__(kThreads) dx4_kernel(const ConvArgs a, const float* slopes, const int32_t* readers, bool fresh) {
+  const int64_t c = (int64_t(blockIdx.y) * kThreads + threadIdx.x) * 4, first = int64_t(blockIdx.x) * kRows;
+  if (c >= a.channels) return;
+  const Taps4 w = taps_of(a, c);
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    const int64_t n = first + r;
+    if (n >= a.rows) return;
+    const int4 reader = *reinterpret_cast<const int4*>(readers + n * 4);
+    float4* to = reinterpret_cast<float4*>(a.dx + n * a.channels + c);
+    auto read = [&](int32_t row) { return row >= 0 ? *reinterpret_cast<const float4*>(slopes + row * a.channels + c) : make_float4(0.f, 0.f, 0.f, 0.f); };
+    const float4 d[4] = {read(reader.x), read(reader.y), read(reader.z), read(reader.w)};
+    float4 dx = fresh ? make_float4(0.f, 0.f, 0.f, 0.f) : *to;
+    auto sum = [&](const float4& k, float old, float p, float q, float r, float s) { return fmaf(k.x, p, fmaf(k.y, q, fmaf(k.z, r, fmaf(k.w, s, old)))); };
+    dx.x = sum(w.of[0], dx.x, d[0].x, d[1].x, d[2].x, d[3].x), dx.y = sum(w.of[1], dx.y, d[0].y, d[1].y, d[2].y, d[3].y);
+    dx.z = sum(w.of[2], dx.z, d[0].z, d[1].z, d[2].z, d[3].z), dx.w = sum(w.of[3], dx.w, d[0].w, d[1].w, d[2].w, d[3].w);
+    *to = dx;
+  }
+}
+// A block is kConvChunk rows of 128 channels; a warp sums sixteen rows that follow each other.
+__global__ void __launch_bounds__(32 * kRowLanes) dw4_kernel(const ConvArgs a, const float* slopes, float* partial) {
+  __shared__ float4 part[kRowLanes][4][32];
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  const int64_t c = (int64_t(blockIdx.x) * 32 + lane) * 4, begin = int64_t(blockIdx.y) * kConvChunk + warp * (kConvChunk / kRowLanes);
+  const int64_t end = min(a.rows, begin + kConvChunk / kRowLanes);
+  float4 sum[4] = {};
+  if (c < a.channels)
+#pragma unroll 2
+    for (int64_t n = begin; n < end; ++n) {
+      const int4 tap = *reinterpret_cast<const int4*>(a.taps + n * 4);
+      const float4 da = *reinterpret_cast<const float4*>(slopes + n * a.channels + c);  // zero in padding
+      const float4 x[4] = {source4(a, tap.x, c), source4(a, tap.y, c), source4(a, tap.z, c), source4(a, tap.w, c)};
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        sum[j].x = fmaf(da.x, x[j].x, sum[j].x), sum[j].y = fmaf(da.y, x[j].y, sum[j].y), sum[j].z = fmaf(da.z, x[j].z, sum[j].z),
+        sum[j].w = fmaf(da.w, x[j].w, sum[j].w);
+    }
+#pragma unroll
+  for (int j = 0; j < 4; ++j) part[warp][j][lane] = sum[j];
+  __syncthreads();
+  if (warp >= 4 || c >= a.channels) return;  // warp: the tap
+  float4 total = part[0][warp][lane];
+#pragma unroll
+  for (int l = 1; l < kRowLanes; ++l) {
+    const float4 x = part[l][warp][lane];
+    total.x += x.x, total.y += x.y, total.z += x.z, total.w += x.w;
+  }
+  float* to = partial + (int64_t(blockIdx.y) * a.channels + c) * 4 + warp;
+  to[0] = total.x, to[4] = total.y, to[8] = total.z, to[12] = total.w;
+}
+
+// Whether they serve: rows of x, w, taps and all others begin at 16 bytes.
+bool fours(const ConvArgs& a) { return a.width == 4 && a.channels % 4 == 0; }
+
 __global__ void __launch_bounds__(kThreads) readers_kernel(const ConvArgs a, int32_t* readers) {
   const int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x;
   if (i >= a.rows * a.width) return;
@@ -107,7 +206,10 @@ __global__ void __launch_bounds__(kThreads) remember_kernel(const float* x, floa
 
 const char* conv_silu_forward(const ConvArgs& a, void* stream) {
   if (a.rows == 0 || a.channels == 0) return nullptr;
-  forward_kernel<<<dim3(unsigned(a.rows), blocks_for(a.channels, kThreads)), kThreads, 0, stream_of(stream)>>>(a);
+  if (fours(a))
+    forward4_kernel<false><<<dim3(blocks_for(a.rows, kRows), blocks_for(a.channels, 4 * kThreads)), kThreads, 0, stream_of(stream)>>>(a, nullptr);
+  else
+    forward_kernel<<<dim3(unsigned(a.rows), blocks_for(a.channels, kThreads)), kThreads, 0, stream_of(stream)>>>(a);
   return launched();
 }
 
@@ -116,11 +218,20 @@ const char* conv_silu_backward(const ConvArgs& a, float* slopes, int32_t* reader
   const cudaStream_t s = stream_of(stream);
   cudaMemsetAsync(readers, 0xff, size_t(a.rows * a.width) * sizeof(int32_t), s);
   readers_kernel<<<blocks_for(a.rows * a.width, kThreads), kThreads, 0, s>>>(a, readers);
+  const int64_t chunks = conv_chunks(a.rows), n = a.channels * a.width;
+  if (fours(a)) {
+    const dim3 blocks(blocks_for(a.rows, kRows), blocks_for(a.channels, 4 * kThreads));
+    forward4_kernel<true><<<blocks, kThreads, 0, s>>>(a, slopes);
+    dx4_kernel<<<blocks, kThreads, 0, s>>>(a, slopes, readers, fresh);
+    if (!a.dw) return launched();
+    dw4_kernel<<<dim3(blocks_for(a.channels, 128), unsigned(chunks)), 32 * kRowLanes, 0, s>>>(a, slopes, partial);
+    join_kernel<<<blocks_for(n, kThreads), kThreads, 0, s>>>(partial, chunks, n, a.dw);
+    return launched();
+  }
   const dim3 elements(unsigned(a.rows), blocks_for(a.channels, kThreads));
   slopes_kernel<<<elements, kThreads, 0, s>>>(a, slopes);
   dx_kernel<<<elements, kThreads, 0, s>>>(a, slopes, readers, fresh);
   if (a.dw) {
-    const int64_t chunks = conv_chunks(a.rows), n = a.channels * a.width;
     dw_kernel<<<dim3(blocks_for(a.channels, 32), unsigned(chunks)), 32 * kRowLanes, 0, s>>>(a, slopes, partial);
     join_kernel<<<blocks_for(n, kThreads), kThreads, 0, s>>>(partial, chunks, n, a.dw);
   }

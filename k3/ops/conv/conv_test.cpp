@@ -292,16 +292,15 @@ TEST(conv, what_does_not_fit_is_refused) {
 }
 
 TEST(conv, cuda_equals_cpu) {
-  for (int64_t width : {1, 4, 8})
+  for (auto [width, d] : {std::pair<int64_t, int64_t>{1, 37}, {4, 37}, {8, 37}, {4, 36}, {4, 520}})
     for (const std::vector<int64_t>& lengths : {std::vector<int64_t>{1}, {150}, {3, 0, 70, 1, 2}}) {
-      const int64_t d = 37;
       for (bool padded : {false, true}) {
         Batch batch = Batch::of_lengths(lengths);
         const int64_t n = batch.tokens();
         if (padded)
           for (int64_t i = 0; i < n; ++i) batch.padding.push_back(i % 5 == 2);
         Values x(n * d, 1), w(d * width, 2), dy(n * d, 3);
-        testing::expect_cuda_equals_cpu(tolerance(n + width), [&](testing::Step& step) {
+        testing::expect_cuda_equals_cpu(tolerance(n + width), [&, width = width, d = d](testing::Step& step) {
           Param& p = step.keep(step.param("w", w, {d, width}));
           Var v = step.input(x, {n, d}), y = conv_silu(v, p, batch);
           step.backward(y, dy);
@@ -314,29 +313,31 @@ TEST(conv, cuda_equals_cpu) {
 // In pieces through a state, with a fork and a saved copy on the way: the bits of the whole.
 TEST(conv, any_cut_equals_whole_on_the_gpu) {
   if (const std::string why = gpu::why_not(); !why.empty()) GTEST_SKIP() << why;
-  const int64_t n = 90, d = 37, width = 4;
-  testing::Step step(false, size_t(1) << 30, Device::cuda);
-  Param p = step.param("w", Values(d * width, 2), {d, width}, false);
-  Var x = step.input(Values(n * d, 1), {n, d});
-  const Tensor whole = conv_silu(x, p, Batch::one(n)).value();
-  ConvState state(3, d, width, Device::cuda);
-  int32_t slot = 1;
-  int64_t at = 0, turn = 0;
-  for (int64_t piece : {1, 2, 0, 40, 1, 1, 20, 25}) {
-    Batch b = Batch::one(piece);
-    b.slots = {slot};
-    EXPECT_EQ(testing::bytes_of(conv_silu(Var(step.context, x.value().row_range(at, at + piece)), p, b, &state).value()),
-              testing::bytes_of(whole.row_range(at, at + piece)))
-        << "at " << at;
-    at += piece;
-    if (++turn == 4) state.copy(2, slot), slot = 2;
-    if (turn == 6) {
-      Blob blob;
-      state.save(slot, blob);
-      state.load(0, blob), slot = 0;
+  for (const int64_t d : {37, 36, 520}) {
+    const int64_t n = 90, width = 4;
+    testing::Step step(false, size_t(1) << 30, Device::cuda);
+    Param p = step.param("w", Values(d * width, 2), {d, width}, false);
+    Var x = step.input(Values(n * d, 1), {n, d});
+    const Tensor whole = conv_silu(x, p, Batch::one(n)).value();
+    ConvState state(3, d, width, Device::cuda);
+    int32_t slot = 1;
+    int64_t at = 0, turn = 0;
+    for (int64_t piece : {1, 2, 0, 40, 1, 1, 20, 25}) {
+      Batch b = Batch::one(piece);
+      b.slots = {slot};
+      EXPECT_EQ(testing::bytes_of(conv_silu(Var(step.context, x.value().row_range(at, at + piece)), p, b, &state).value()),
+                testing::bytes_of(whole.row_range(at, at + piece)))
+          << "at " << at;
+      at += piece;
+      if (++turn == 4) state.copy(2, slot), slot = 2;
+      if (turn == 6) {
+        Blob blob;
+        state.save(slot, blob);
+        state.load(0, blob), slot = 0;
+      }
     }
+    EXPECT_EQ(at, n);
   }
-  EXPECT_EQ(at, n);
 }
 
 }  // namespace

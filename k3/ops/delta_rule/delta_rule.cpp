@@ -117,7 +117,7 @@ void DeltaState::load(int64_t slot, Blob& from) {
            "[delta_rule] the saved state is of {} heads of {} x {} (keys x values), this model's of {} of {} x {}", heads, K, V, shape_.heads,
            shape_.key_dim, shape_.value_dim);
   int64_t tokens = from.get_value<int64_t>("delta_rule.tokens"), open = from.get_value<int64_t>("delta_rule.open");
-  K3_CHECK(open >= 0 && open <= cpu::kDeltaChunk && tokens >= open && (tokens - open) % cpu::kDeltaChunk == 0,
+  K3_CHECK(open >= 0 && open <= cpu::kDeltaChunk && tokens >= open,
            "[delta_rule] the saved state is damaged: {} tokens, {} of them in the open chunk", tokens, open);
   int64_t size = 0;
   parts(tokens, open, [&](int64_t, int64_t n) { size += n; });
@@ -129,6 +129,19 @@ void DeltaState::load(int64_t slot, Blob& from) {
     next += n;
   });
   tokens_[slot] = tokens, open_[slot] = open;
+}
+
+void DeltaState::check(const DeltaShape& shape, const Batch& batch) const {
+  K3_CHECK(shape_.heads == shape.heads && shape_.key_dim == shape.key_dim && shape_.value_dim == shape.value_dim,
+           "[delta_rule] the state is of {} heads of {} x {} (keys x values), the call of {} of {} x {}", shape_.heads, shape_.key_dim,
+           shape_.value_dim, shape.heads, shape.key_dim, shape.value_dim);
+  K3_CHECK(int64_t(batch.slots.size()) == batch.sequences(), "[delta_rule] {} slots named for {} sequences", batch.slots.size(), batch.sequences());
+  std::vector<bool> taken(size_t(slots()), false);
+  for (int32_t slot : batch.slots) {
+    K3_CHECK(slot >= 0 && slot < slots(), "[delta_rule] slot {} of {}", slot, slots());
+    K3_CHECK(!taken[slot], "[delta_rule] slot {} is named twice", slot);
+    taken[slot] = true;
+  }
 }
 
 // A decode step: the same kernels, with lists that the device makes.
@@ -180,16 +193,11 @@ Var delta_rule(Var q, Var k, Var v, Var g, Var beta, const DeltaShape& shape, co
   std::vector<int64_t> read, open;
   if (state) {
     K3_CHECK(!c.tape, "[delta_rule] a state under a tape: gradients end where a sequence begins, so train on whole sequences without a state");
-    K3_CHECK(state->shape_.heads == H && state->shape_.key_dim == K && state->shape_.value_dim == V,
-             "[delta_rule] the state is of {} heads of {} x {} (keys x values), the call of {} of {} x {}", state->shape_.heads,
-             state->shape_.key_dim, state->shape_.value_dim, H, K, V);
-    K3_CHECK(int64_t(batch.slots.size()) == S, "[delta_rule] {} slots named for {} sequences", batch.slots.size(), S);
-    std::vector<bool> taken(size_t(state->slots()), false);
+    state->check(shape, batch);
     for (int32_t slot : batch.slots) {
-      K3_CHECK(slot >= 0 && slot < state->slots(), "[delta_rule] slot {} of {}", slot, state->slots());
-      K3_CHECK(!taken[slot], "[delta_rule] slot {} is named twice", slot);
-      taken[slot] = true;
-      slots.push_back(state->slot(slot)), read.push_back(state->tokens_[slot]), open.push_back(state->open_[slot]);
+      slots.push_back(state->slot(slot)), open.push_back(state->open_[slot]);
+      // to kernels: whether there is a memory, and whole chunks before the open one, which need not begin at a multiple of 16 (gated_delta_rule.h)
+      read.push_back(state->open_[slot] + (state->closed(slot) ? cpu::kDeltaChunk : 0));
     }
   }
 

@@ -43,11 +43,18 @@ class DeltaState {
   void copy(int64_t to, int64_t from);  // fork
   void count(int64_t slot);             // one more token was read, on the device
   int64_t open(int64_t slot) const { return open_[slot]; }
+  bool closed(int64_t slot) const { return tokens_[slot] > open_[slot]; }  // whether its memory holds something
   bool drop(int64_t slot, int64_t n);        // unread the last n tokens if the open chunk holds them; otherwise false, and nothing happens
   void dense(int64_t slot, float* s) const;  // S [H, K, V] as of now
 
   void save(int64_t slot, Blob& to) const;
   void load(int64_t slot, Blob& from);  // refuses another shape or a damaged blob by name, leaving the slot as it was
+
+  // For operators: the slots that a call names, checked; where kernels find the memories; and the mark that n more tokens are in a slot's memory,
+  // which has no open rows now.
+  void check(const DeltaShape& shape, const Batch& batch) const;
+  float* memories() const { return slot(0); }
+  void closed_with(int64_t slot, int64_t n) { tokens_[slot] += n, open_[slot] = 0; }
 
   int64_t bytes_per_slot() const { return bytes_per_slot(shape_); }
   static int64_t bytes_per_slot(const DeltaShape& shape);

@@ -4,7 +4,7 @@
 //     D <- 2^a ( D + Q+^T dO' - K+^T (r dP) )
 //   gradients of a chunk, all chunks at once, with W = [-r dP; dO'] and the saved U, S, D:
 //     [dK+; dQ+] = 2^a W S^T + Y K-      Y = [dA; dM] = W U^T, masked      dK- = 2^{G_31 - a} U D^T + Y^T [K+; Q+]
-//     dq = 2^{G - a} dQ+    dk = 2^{G - a} dK+ + 2^{a - G} dK-    dG = q dq + k (2^{G - a} dK+ - 2^{a - G} dK-)    dG_31 += rowsum(S' D)
+//     dq = 2^{G - a} dQ+    dk = 2^{G - a} dK+ + 2^{a - G} dK-    dG = Q+ dQ+ + K+ dK+ - K- dK-    dG_31 += rowsum(S' D)
 //     then the norms, dg_t = sum_{i >= t} dG_i, the gate, and beta: dlogit = (dP.U) (1 - beta) / (r beta)
 // Nothing is divided by a decay; r beta divides a U that carries it as a factor.
 //
@@ -15,6 +15,8 @@
 
 namespace k3::cuda {
 namespace {
+
+__device__ __forceinline__ float rounded(float x) { return __bfloat162float(__float2bfloat16_rn(x)); }
 
 __device__ void scan_backward(const DeltaBackwardArgs& b, const Chunk seq, char* shared, uint32_t full, uint32_t empty) {
   const DeltaChunkArgs& a = b.forward;
@@ -378,10 +380,11 @@ __global__ void __launch_bounds__(256, 1) delta_gradient_kernel(const __grid_con
         const float* tile = tiles + (t0 + t) * P + channel + e;
         float exponent = G[t][e] + (e ? before.y : before.x), up = ex2(exponent), down = ex2(-exponent);
         float qq = e ? high(q[t]) : low(q[t]), kk = e ? high(k[t]) : low(k[t]);
-        float plus = up * tile[0], minus_part = down * tile[2 * kTile];
-        dq[t][e] = up * tile[kTile], dk[t][e] = plus + minus_part;
-        dG[t][e] = qq * dq[t][e] + kk * (plus - minus_part);
-        end[e] += kk * down * tile[3 * kTile];
+        dq[t][e] = up * tile[kTile], dk[t][e] = up * tile[0] + down * tile[2 * kTile];
+        // as the products had them: what a pair of tokens adds to the one it must take from the other
+        const float q_plus = rounded(qq * up), k_plus = rounded(kk * up), k_minus = rounded(kk * down);
+        dG[t][e] = q_plus * tile[kTile] + k_plus * tile[0] - k_minus * tile[2 * kTile];
+        end[e] += k_minus * tile[3 * kTile];
         dots_q += qq * dq[t][e], dots_k += kk * dk[t][e];
       }
       dots_here[t] = dots_q, dots_here[8 + t] = dots_k;

@@ -24,7 +24,7 @@ __device__ void scan(const DeltaChunkArgs& a, const Chunk seq, char* shared, uin
   char* slices = shared + 2 * kHalfBytes<kBounded> + warp * kStages * kSlice;
   const nv_bf16* v = static_cast<const nv_bf16*>(a.v) + head * D + v0;
   nv_bf16* o = static_cast<nv_bf16*>(a.o) + head * D + v0;
-  const int64_t slot = a.slots ? a.slots[blockIdx.y] : blockIdx.y;
+  const int64_t slot = a.slots ? a.slots[blockIdx.y] : int(blockIdx.y);
 
   auto load = [&](int c) {
     if (c < seq.chunks) {
@@ -39,11 +39,14 @@ __device__ void scan(const DeltaChunkArgs& a, const Chunk seq, char* shared, uin
   };
   load(0), load(1), load(2);
 
+  const bool panels = a.head_stride > 0;
+  const int pitch = panels ? 32 : D;  // from one k to the next
+  const int64_t place = panels ? slot * a.slot_stride + head * a.head_stride + (row >> 5) * 32 * D + (row & 31) : (slot * a.heads + head) * D * D + row;
   float state[64];  // state[4j + 2h + e]: v = row + 8h, k = 8j + two + e
   if (a.state_in && slot >= 0) {
-    const float* from = a.state_in + (slot * a.heads + head) * D * D + row;
+    const float* from = a.state_in + place;
 #pragma unroll
-    for (int i = 0; i < 64; ++i) state[i] = from[((i >> 2) * 8 + two + (i & 1)) * D + ((i >> 1) & 1) * 8];
+    for (int i = 0; i < 64; ++i) state[i] = from[((i >> 2) * 8 + two + (i & 1)) * pitch + ((i >> 1) & 1) * 8];
   } else {
 #pragma unroll
     for (int i = 0; i < 64; ++i) state[i] = 0.f;
@@ -186,9 +189,9 @@ __device__ void scan(const DeltaChunkArgs& a, const Chunk seq, char* shared, uin
   copy_wait<0>();
 
   if (a.state_out && slot >= 0) {
-    float* to = a.state_out + (slot * a.heads + head) * D * D + row;
+    float* to = a.state_out + place;
 #pragma unroll
-    for (int i = 0; i < 64; ++i) to[((i >> 2) * 8 + two + (i & 1)) * D + ((i >> 1) & 1) * 8] = state[i];
+    for (int i = 0; i < 64; ++i) to[((i >> 2) * 8 + two + (i & 1)) * pitch + ((i >> 1) & 1) * 8] = state[i];
   }
 }
 
@@ -223,7 +226,7 @@ __global__ void __launch_bounds__(128) delta_plain_kernel(const DeltaChunkArgs a
   float *q = S + D * D, *k = q + D, *decay = k + D, *part = decay + D;
   const int t = threadIdx.x, head = blockIdx.x;
   const int64_t begin = a.begins ? a.begins[blockIdx.y] : 0, end = a.begins ? a.begins[blockIdx.y + 1] : a.tokens;
-  const int64_t slot = a.slots ? a.slots[blockIdx.y] : blockIdx.y;
+  const int64_t slot = a.slots ? a.slots[blockIdx.y] : int(blockIdx.y);
   const bool resume = a.state_in && slot >= 0;
   for (int i = 0; i < D; ++i) S[i * D + t] = resume ? a.state_in[((slot * a.heads + head) * D + i) * D + t] : 0.f;
   const float rate = expf(a.gate.A_log[head]), bias = a.gate.dt_bias[head * D + t];

@@ -30,9 +30,10 @@ struct DeltaChunkArgs {
   const int* begins;  // (sequences + 1) first row of each sequence, on the device; null: one sequence of `tokens` rows
   int sequences, heads;
   int64_t tokens;
-  const float* state_in;  // (slots, H, K, V) float32; null: empty memories
-  float* state_out;       // (slots, H, K, V); may be state_in; null: not wanted
-  const int* slots;       // (sequences) slot of each sequence; null: sequence i has slot i; negative: starts empty, leaves nothing
+  const float* state_in;             // (slots, H, K, V) float32; null: empty memories
+  float* state_out;                  // (slots, H, K, V); may be state_in; null: not wanted
+  const int* slots;                  // (sequences) slot of each sequence; null: sequence i has slot i; negative: starts empty, leaves nothing
+  int64_t slot_stride, head_stride;  // floats, where memories lie as DeltaState keeps them: (V/32, K, 32) for a head; 0: as above
   // for the backward; null: not wanted
   void* snapshots;          // (chunks of all sequences, H, V, K) bf16: the memory entering each chunk of 32 tokens
   void* u;                  // (N, H, 128) bf16: what was written, times the norm factor of k

@@ -1,4 +1,5 @@
 #include "k3/core/block.cuh"
+#include "k3/ops/delta_rule/delta_rule_kernels.h"
 #include "k3/ops/delta_rule/delta_step_lists_cuda.h"
 
 namespace k3::cuda {
@@ -15,7 +16,7 @@ __global__ void __launch_bounds__(32) lists_kernel(const DeltaStepLists a) {  //
       a.first[i] = at;
       if (slot >= 0) a.rows[at] = int(i);
       a.slots[i] = slot < 0 ? nullptr : a.memory + int64_t(slot) * a.slot_floats;
-      a.read[i] = a.step.tokens[i], a.open[i] = a.step.open[i];
+      a.open[i] = a.step.open[i], a.read[i] = a.open[i] + (a.step.tokens[i] > a.open[i] ? cpu::kDeltaChunk : 0);  // as delta_rule() lists them
     }
     before += __popc(exist);
   }

@@ -210,26 +210,28 @@ struct ProductsOnGpu {
   }
 };
 
-// Training on the GPU with Param::narrow kept: operands of all products are bfloat16 in memory.
+// On the GPU where weights are bfloat16, or kept so (Param::narrow): operands of all products are bfloat16 in memory.
 class NarrowExperts {
  public:
   static bool serve(const Context& c, const ExpertWeights& w, int64_t l, int64_t m) {
-    if (c.device != Device::cuda || !c.tape || !c.bf16_products || l % 8 || m % 8) return false;
+    if (c.device != Device::cuda || !c.bf16_products || l % 8 || m % 8) return false;
     for (const std::vector<Param*>* kind : {&w.gate, &w.up, &w.down})
       for (const Param* p : *kind)
-        if (p->narrow.empty() || p->grad.empty()) return false;
+        if (narrow(*p).empty() || (c.tape && p->grad.empty())) return false;
     return true;
   }
-  NarrowExperts(Context& c, const ExpertWeights& w, const Dispatch& d, int64_t experts, int64_t slots, int64_t l, int64_t m)
+  template <class Lender>  // the arena when there is a tape
+  NarrowExperts(Context& c, Lender& lender, const ExpertWeights& w, const Dispatch& d, int64_t experts, int64_t slots, int64_t l, int64_t m)
       : d_(d), e_(experts), slots_(slots), l_(l), m_(m) {
     std::vector<void*> at;
     for (const std::vector<Param*>* kind : {&w.gate, &w.up, &w.down})
-      for (const Param* p : *kind) at.push_back(p->narrow.data());
+      for (const Param* p : *kind) at.push_back(narrow(*p).data());
     for (const std::vector<Param*>* kind : {&w.gate, &w.up, &w.down})
-      for (const Param* p : *kind) at.push_back(p->grad.data());
-    weights_ = listed(c.device, *c.arena, at);
-    tiles_ = c.arena->lend(DType::i32, {e_ + 1});
-    rows_ = c.arena->lend(DType::bf16, {d.pairs, l});
+      for (const Param* p : *kind)
+        if (c.tape) at.push_back(p->grad.data());
+    weights_ = listed(c.device, lender, at);
+    tiles_ = lender.lend(DType::i32, {e_ + 1});
+    rows_ = lender.lend(DType::bf16, {d.pairs, l});
   }
   // rows (pairs, l): each pair's result;  a, b (pairs, m): W1 z and W3 z
   void forward([[maybe_unused]] Context& c, [[maybe_unused]] const Var& z, [[maybe_unused]] const Activation& f, [[maybe_unused]] const Tensor& a,
@@ -271,6 +273,7 @@ class NarrowExperts {
   }
 
  private:
+  static const Tensor& narrow(const Param& p) { return p.value.dtype() == DType::bf16 ? p.value : p.narrow; }
   cuda::ExpertsNarrow groups() const { return {d_.offsets.as<int64_t>(), tiles_.i32(), e_, d_.pairs}; }
   const int64_t* count() const { return d_.offsets.as<int64_t>() + e_; }
   const void* const* kind(int64_t i) const { return weights_ + i * e_; }  // gate, up, down; then their gradients
@@ -302,7 +305,8 @@ Var experts(Var z, const Routing& routing, const ExpertWeights& w, const Activat
   Dispatch d;
   if (c.tape) d = dispatch_of(*c.arena, routing.experts, e);
   std::shared_ptr<const NarrowExperts> narrow;
-  if (NarrowExperts::serve(c, w, l, m)) narrow = std::make_shared<const NarrowExperts>(c, w, d, e, k, l, m);
+  const bool is_narrow = NarrowExperts::serve(c, w, l, m);
+  if (is_narrow && c.tape) narrow = std::make_shared<const NarrowExperts>(c, *c.arena, w, d, e, k, l, m);
 
   double weight_bytes = 0;
   for (int64_t j = 0; j < std::min(e, n * k); ++j)
@@ -311,6 +315,7 @@ Var experts(Var z, const Routing& routing, const ExpertWeights& w, const Activat
   {
     Scratch scratch(*c.arena);
     if (!c.tape) a = scratch.lend(DType::f32, {n * k, m}), b = scratch.lend(DType::f32, {n * k, m}), d = dispatch_of(scratch, routing.experts, e);
+    if (is_narrow && !c.tape) narrow = std::make_shared<const NarrowExperts>(c, scratch, w, d, e, k, l, m);
     Tensor rows = scratch.lend(DType::f32, {n * k, l}), h = c.tape ? scratch.lend(DType::f32, {n * k, m}) : a;  // h may take a's place
     Tensor room = has_codes(w) ? scratch.lend(DType::u8, {room_bytes(n * k, std::max(l, m))}) : Tensor();
     if (on_cpu) {

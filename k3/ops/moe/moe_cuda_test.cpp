@@ -95,7 +95,7 @@ TEST(moe, cuda_ties_nans_and_forced_choices_are_those_of_the_cpu) {
 struct Moe {
   int64_t rows, slots, l, m, count;
   bool narrow;
-  bool kept = false;  // with Param::narrow
+  bool kept = false, all = false;  // with Param::narrow
   std::vector<int32_t> chosen;
   Moe(int64_t rows, int64_t slots, int64_t l, int64_t m, int64_t count, bool narrow = false)
       : rows(rows), slots(slots), l(l), m(m), count(count), narrow(narrow) {
@@ -113,7 +113,7 @@ struct Moe {
     auto weight = [&](uint64_t seed, int64_t e, Shape s) {
       const Values v(s.size(), seed * 1000 + uint64_t(e), 1 / std::sqrt(double(s[1])));
       Param& p = step.keep(step.param("w", v, s));
-      if (narrow && e % 3) {
+      if (narrow && (all || e % 3)) {
         std::vector<bf16> half;
         for (int64_t i = 0; i < v.size(); ++i) half.push_back(to_bf16(v[i]));
         p.value = step.arena().lend(DType::bf16, s);
@@ -183,6 +183,32 @@ TEST(moe, cuda_experts_with_kept_bfloat16_are_near_float32) {
       for (int64_t k = 0; k < slots; ++k) moe.chosen[size_t(i * slots + k)] = -1;
     if (rows > 1) testing::expect_cuda_equals_cpu(5 * 6 / 512.0, run);
   }
+}
+
+// Without a tape: weights that are bfloat16 as a snapshot stores them, or whose copies training keeps. A row has the same bits alone and in a crowd.
+TEST(moe, cuda_experts_of_bfloat16_weights_are_near_float32_in_inference) {
+  for (bool kept : {false, true})
+    for (auto [rows, slots, l, m, count] : {std::array<int64_t, 5>{1, 1, 8, 8, 1}, {1, 4, 64, 24, 12}, {150, 3, 24, 56, 7}, {700, 2, 96, 72, 3}}) {
+      SCOPED_TRACE(fmt::format("{} rows{}", rows, kept ? ", kept" : ""));
+      Moe moe(rows, slots, l, m, count, !kept);
+      moe.all = true, moe.kept = kept;
+      auto run = [&](Step& s) {
+        s.context.bf16_products = true;
+        return moe.run(s);
+      };
+      testing::expect_cuda_equals_cpu(5 * 6 / 512.0, run, false);
+      for (int64_t i = 0; i < rows; i += 5)
+        for (int64_t k = 0; k < slots; ++k) moe.chosen[size_t(i * slots + k)] = -1;
+      if (rows > 1) testing::expect_cuda_equals_cpu(5 * 6 / 512.0, run, false);
+    }
+  if (const std::string why = gpu::why_not(); !why.empty()) GTEST_SKIP() << why;
+  Moe crowd(200, 2, 40, 32, 4, true);
+  crowd.all = true;
+  Moe first = crowd;
+  first.rows = 3, first.chosen.resize(6);
+  Step a(false, size_t(1) << 30, Device::cuda), b(false, size_t(1) << 30, Device::cuda);
+  a.context.bf16_products = b.context.bf16_products = true;
+  EXPECT_EQ(testing::bytes_of(crowd.run(a)[0].row_range(0, 3)), testing::bytes_of(first.run(b)[0]));
 }
 
 // A token's row has the same bits alone and in a crowd.
