@@ -300,6 +300,31 @@ void prefill(OpTable& t, Room& m) {
     t.add({"mla prefill", gated ? "T 8192, 96 heads, gated" : "T 8192, 96 heads",
            median_us([&](int, void* st) { return prefill_forward(a, st); }, 1, 15), 2.0 * double(T * H) * (192 + 256 + 128 + (gated ? 128 : 0)),
            double(H) * double(T) * double(T) * 320, true});
+    if (!gated) {
+      const cuda::PrefillBackwardArgs b{.q = q,
+                                        .k = kv,
+                                        .v = kv + 128,
+                                        .shared = shared,
+                                        .dy = gate,
+                                        .q_stride = H * 192,
+                                        .kv_stride = H * 256,
+                                        .kv_head_stride = 256,
+                                        .shared_stride = 64,
+                                        .begins = begins,
+                                        .sequences = 1,
+                                        .heads = int(H),
+                                        .longest = int(T),
+                                        .rows = T,
+                                        .scale = a.scale,
+                                        .lse = a.lse,
+                                        .d = m.blank<float>(T * H),
+                                        .dq = m.blank<float>(T * H * 192),
+                                        .dk = m.blank<float>(T * H * 256),
+                                        .dv = m.blank<float>(T * H * 256),
+                                        .dshared = m.blank<float>(H * T * 64)};
+      t.add({"mla prefill backward", "T 8192, 96 heads", median_us([&](int, void* st) { return prefill_backward(b, st); }, 1, 7),
+             double(T * H) * (2 * 704 + 4 * (192 + 256 + 64)), double(H) * double(T) * double(T) * 832, true});
+    }
     m.end();
   }
 }

@@ -31,37 +31,45 @@ constexpr int64_t latent_decode_workspace(int rows, int heads, int longest, int 
 int latent_decode_split(int rows, int heads, int longest, int multiprocessors);
 const char* latent_decode(const LatentDecodeArgs&, void* stream);
 
-// ---- prefill and training: 192 = 128 content + 64 shared by all heads, values 128 ---------------------------------------------------------------
+// ---- prefill and training: keys of a head's own channels and some that all heads share, values ---------------------------------------------------
+struct PrefillWidths {
+  int own, shared, value;
+  constexpr int key() const { return own + shared; }
+  constexpr bool operator==(const PrefillWidths&) const = default;
+};
+constexpr PrefillWidths kPrefillWide{128, 64, 128}, kPrefillSmall{64, 32, 64};  // those that there are kernels for: K3 and Kimi-Linear; K3-0.40B
 struct PrefillArgs {
-  const void* q;                                                            // (Nq, H, 192) bf16
-  const void *k, *v;                                                        // (Nk, H, 128) bf16, slices of one tensor or not
-  const void* shared;                                                       // (Nk, 64) bf16: the last 64 key columns of every head
+  const void* q;                                                            // (Nq, H, key) bf16
+  const void *k, *v;                                                        // (Nk, H, own), (Nk, H, value) bf16, slices of one tensor or not
+  const void* shared;                                                       // (Nk, shared) bf16: the last key columns of every head
   int64_t q_stride, kv_stride, kv_head_stride, shared_stride, gate_stride;  // elements, multiples of 8
   const int *q_begins, *k_begins;   // (sequences + 1), on the device; query i of n sees the keys up to i + (keys - n)
   int sequences, heads, longest_q;  // longest_q: at least the largest number of queries
   int64_t q_rows, k_rows;
   float scale;
-  const void* gate;      // (Nq, H*128) bf16 logits, or null: o is multiplied by their sigmoid
-  void* o;               // (Nq, H, 128) bf16; null: not wanted
+  const void* gate;      // (Nq, H*value) bf16 logits, or null: o is multiplied by their sigmoid
+  void* o;               // (Nq, H, value) bf16; null: not wanted
   float *lse, *largest;  // (Nq, H) natural logarithm of the sum of exponentials; the largest scaled logit; null: not wanted
-  float* raw;            // (Nq, H, 128) o before the gate; null: not wanted
+  float* raw;            // (Nq, H, value) o before the gate; null: not wanted
   int row_heads;         // heads of a row of o, lse, largest and raw, of which these are some; 0: just these
+  PrefillWidths widths = kPrefillWide;
 };
 const char* prefill_forward(const PrefillArgs&, void* stream);
 
 // Gradients of the same where each sequence's queries are its keys. Fixed order: two runs give the same bits.
 struct PrefillBackwardArgs {
   const void *q, *k, *v, *shared;  // as PrefillArgs says
-  const void* dy;                  // (N, H, 128) bf16
+  const void* dy;                  // (N, H, value) bf16
   int64_t q_stride, kv_stride, kv_head_stride, shared_stride;
   const int* begins;  // (sequences + 1), on the device
   int sequences, heads, longest;
   int64_t rows;
   float scale;
   const float *lse, *d;  // (N, H) of the forward; rowsum(dy * y)
-  float* dq;             // (N, H, 192) added to
+  float* dq;             // (N, H, key) added to
   float *dk, *dv;        // laid out as k and v, added to
-  float* dshared;        // (H, N, 64) written
+  float* dshared;        // (H, N, shared) written
+  PrefillWidths widths = kPrefillWide;
 };
 const char* prefill_backward(const PrefillBackwardArgs&, void* stream);
 

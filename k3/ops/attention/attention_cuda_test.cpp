@@ -156,11 +156,12 @@ TEST(mla, cuda_in_bfloat16_is_near_float32) {
     });
 }
 
-// K3's widths, where a GPU multiplies by warpgroups: packed, with empty sequences and one token; the largest logits too.
+// The published widths, where a GPU multiplies by warpgroups: packed, with empty sequences and one token; the largest logits too.
 TEST(mla, cuda_prefill_in_bfloat16_is_near_float32) {
-  for (const std::vector<int64_t>& lengths : {std::vector<int64_t>{100, 0, 1, 37, 64, 0, 200}, {129}, {1}}) {
+  for (auto [lengths, half] :
+       {std::pair{std::vector<int64_t>{100, 0, 1, 37, 64, 0, 200}, 64}, {{100, 0, 1, 37, 64, 0, 200}, 32}, {{129}, 64}, {{1}, 64}}) {
     const Batch batch = Batch::of_lengths(lengths);
-    const Latent in(batch.tokens(), 3, 128, 64, 128, 64);
+    const Latent in(batch.tokens(), 3, 2 * half, half, 2 * half, 64);
     SCOPED_TRACE(fmt::format("{} tokens", in.tokens()));
     testing::expect_cuda_equals_cpu(kNarrowTolerance, [&](Step& step) {
       step.context.bf16_products = true;

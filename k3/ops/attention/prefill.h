@@ -1,6 +1,7 @@
 #pragma once
-// Attention with heads of 128 + 64 / 128 (K3, Kimi-Linear) on a GPU's warpgroup products (attention_cuda.h), under Context::bf16_products: how the
-// operators of attention and mla_attention call it. Results, log-sums and largest logits are float32, as their other kernels give them.
+// Attention with heads of 128 + 64 / 128 channels (K3, Kimi-Linear) or 64 + 32 / 64 (K3-0.40B) on a GPU's warpgroup products (attention_cuda.h),
+// under Context::bf16_products: how the operators of attention and mla_attention call it. Results, log-sums and largest logits are float32, as their
+// other kernels give them.
 #include <functional>
 
 #include "k3/ops/attention/attention_narrow_cuda.h"
@@ -18,8 +19,9 @@ bool prefill_serves(const Context& c, const cpu::KeyTiles& tiles, int64_t group,
 void prefill(const cuda::AttentionNarrowArgs& p, const Batch& batch, Scratch& scratch);
 void prefill_backward(const cuda::AttentionNarrowArgs& p, const Batch& batch, Scratch& scratch);
 
-// One sequence whose keys lie in a cache. `keys` makes those of heads first .. first+heads-1: kv (keys, heads, 256), and, when it is not null, shared
-// (keys, 64); so many heads at a time that they fit prefill_room bytes. The sequence's rows of the call follow each other from `row` on.
+// One sequence whose keys lie in a cache. `keys` makes those of heads first .. first+heads-1: kv (keys, heads, own + value), and, when it is not
+// null, shared (keys, shared); so many heads at a time that they fit prefill_room bytes. The sequence's rows of the call follow each other from `row`
+// on.
 using PrefillKeys = std::function<void(int64_t first, int64_t heads, void* kv, void* shared)>;
 void prefill_sequence(Context& c, const cpu::AttentionArgs& a, const cpu::AttentionSequence& s, int64_t row, const PrefillKeys& keys);
 

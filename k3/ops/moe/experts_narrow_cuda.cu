@@ -1,53 +1,42 @@
-// Bound: the tensor units through mma.sync. Split: a block is a tile of 128 x 128 of one expert's result, eight warps of 64 x 32; 64 of the summed
-// dimension at a time, three stages on their way. An operand lies in shared memory as in global memory, (row, k) or (k, row); ldmatrix turns it.
+// Bound: the tensor units, and the second-level cache that feeds them: so a block is 128 rows x 256 columns of one expert's result, two warpgroups of 64
+// rows. 64 of the summed dimension at a time, two of four stages on their way while one is multiplied and one drains. An operand lies in shared memory
+// as in global memory, (row, k) or (k, row); the products read it either way.
 #include "k3/core/tile.cuh"
+#include "k3/core/wgmma.cuh"
 #include "k3/ops/activation/glu.cuh"
 #include "k3/ops/moe/experts_narrow_cuda.h"
 
 namespace k3::cuda {
 namespace {
 
-constexpr int kThreads = 256, T = int(kExpertTile), kDeep = 64, kStages = 3;
-constexpr int kAlongK = kDeep + 8, kAlongRow = T + 8, kOperand = T * kAlongK;  // bfloat16s of an operand's stage
-static_assert(kDeep * kAlongRow <= kOperand);
-constexpr int kSharedBytes = kStages * 2 * kOperand * 2;
+constexpr int kThreads = 256, T = int(kExpertTile), kColumns = 2 * T, kDeep = 64, kStages = 4;
+constexpr int kLeft = T * kDeep * 2, kStage = kLeft + kColumns * kDeep * 2, kPanel = kDeep * 128;  // bytes; a panel: (64 k, 64 rows), where k is outermost
+constexpr int kSharedBytes = kStages * kStage + 1024;
 
-// How a thread copies an operand's tiles: its first eight values, and from there to its others; `rows` of the tile exist, a multiple of 8 where they
-// are contiguous, as the summed dimension is else.
-template <bool kOuter>  // k outermost in memory
+// How a thread copies an operand's tiles of kSize rows: its first eight values, and from there to its others; `rows` of the tile exist, a multiple of 8
+// where they are contiguous, as the summed dimension is else.
+template <bool kOuter, int kSize>  // k outermost in memory
 struct Copies {
-  static constexpr int kEach = T * kDeep / 8 / kThreads, kStep = kThreads / (kOuter ? T / 8 : kDeep / 8);
+  static constexpr int kEach = kSize * kDeep / 8 / kThreads, kStep = kThreads / (kOuter ? kSize / 8 : kDeep / 8);
   const nv_bf16 *from, *safe;
   int64_t jump, further;  // to the thread's next eight; to the same eight kDeep further
   int row, k;
-  uint32_t to;  // bytes
+  uint32_t to;  // bytes; the next eight lie kStep lines of 128 on
   __device__ __forceinline__ Copies(const nv_bf16* matrix, int64_t ld) : safe(matrix) {
     const int c = threadIdx.x;
-    k = kOuter ? c / (T / 8) : c % (kDeep / 8) * 8, row = kOuter ? c % (T / 8) * 8 : c / (kDeep / 8);
+    k = kOuter ? c / (kSize / 8) : c % (kDeep / 8) * 8, row = kOuter ? c % (kSize / 8) * 8 : c / (kDeep / 8);
     from = matrix + (kOuter ? k * ld + row : row * ld + k), jump = kStep * ld, further = kOuter ? kDeep * ld : kDeep;
-    to = 2 * (kOuter ? k * kAlongRow + row : row * kAlongK + k);
+    to = kOuter ? row / 64 * kPanel + swizzle128(k, row % 64 * 2) : swizzle128(row, k * 2);
   }
   __device__ __forceinline__ void ask(uint32_t stage, int rows, int depth) {
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
       const bool there = kOuter ? k + i * kStep < depth && row < rows : row + i * kStep < rows && k < depth;
-      copy16(stage + to + 2 * i * kStep * (kOuter ? kAlongRow : kAlongK), there ? from + i * jump : safe, there);
+      copy16(stage + to + i * kStep * 128, there ? from + i * jump : safe, there);
     }
     from += further;
   }
 };
-template <bool kOuter>
-__device__ __forceinline__ void left(uint32_t (&x)[4], uint32_t tile, int row, int k) {
-  const int lane = threadIdx.x & 31;
-  if constexpr (kOuter) ldmatrix4_transposed(x, tile + 2 * ((k + (lane & 7) + (lane >> 4) * 8) * kAlongRow + row + (lane >> 3 & 1) * 8));
-  else ldmatrix4(x, tile + 2 * ((row + (lane & 15)) * kAlongK + k + (lane >> 4) * 8));
-}
-template <bool kOuter>
-__device__ __forceinline__ void right(uint32_t (&x)[4], uint32_t tile, int row, int k) {
-  const int lane = threadIdx.x & 31;
-  if constexpr (kOuter) ldmatrix4_transposed(x, tile + 2 * ((k + (lane & 7) + (lane >> 3 & 1) * 8) * kAlongRow + row + (lane >> 4) * 8));
-  else ldmatrix4(x, tile + 2 * ((row + (lane & 7) + (lane >> 4) * 8) * kAlongK + k + (lane >> 3 & 1) * 8));
-}
 
 // sum over `depth` of A (m, depth) B (depth, n), of one or two pairs of operands one after the other; f(row, column, two neighbours)
 struct Operands {
@@ -55,51 +44,57 @@ struct Operands {
 };
 template <bool kAOuter, bool kBOuter, class F>
 __device__ __forceinline__ void multiply(const Operands (&pairs)[2], int count, int64_t lda, int64_t ldb, int rows, int columns, int depth, F f) {
-  extern __shared__ __align__(16) nv_bf16 stages[];
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, wm = warp / 4 * 64, wn = warp % 4 * 32, each = (depth + kDeep - 1) / kDeep, all = each * count;
-  const uint32_t base = shared_address(stages);
-  Copies<kAOuter> a(pairs[0].a, lda);
-  Copies<kBOuter> b(pairs[0].b, ldb);
+  extern __shared__ char stages[];
+  const int lane = threadIdx.x & 31, group = threadIdx.x >> 7, each = (depth + kDeep - 1) / kDeep, all = each * count;
+  const uint32_t base = (shared_address(stages) + 1023) & ~1023u;
+  Copies<kAOuter, T> a(pairs[0].a, lda);
+  Copies<kBOuter, kColumns> b(pairs[0].b, ldb);
   auto load = [&](int i) {
     if (i < all) {
-      if (i == each) a = Copies<kAOuter>(pairs[1].a, lda), b = Copies<kBOuter>(pairs[1].b, ldb);
+      if (i == each) a = Copies<kAOuter, T>(pairs[1].a, lda), b = Copies<kBOuter, kColumns>(pairs[1].b, ldb);
       const int rest = depth - (i >= each ? i - each : i) * kDeep;
-      const uint32_t to = base + i % kStages * 4 * kOperand;
+      const uint32_t to = base + i % kStages * kStage;
       a.ask(to, rows, rest);
-      b.ask(to + 2 * kOperand, columns, rest);
+      b.ask(to + kLeft, columns, rest);
     }
     copy_commit();
   };
-  for (int i = 0; i < kStages - 1; ++i) load(i);
-  float c[4][4][4] = {};
+  load(0), load(1);
+  float c[2][64];
+#pragma unroll
+  for (int i = 0; i < 64; ++i) c[0][i] = c[1][i] = 0.f;
   for (int i = 0; i < all; ++i) {
-    copy_wait<kStages - 2>();
+    copy_wait<1>();
+    publish();
+    warpgroup_wait<1>();  // the products before the last have read their stage
     __syncthreads();
-    load(i + kStages - 1);
-    const uint32_t as = base + i % kStages * 4 * kOperand, bs = as + 2 * kOperand;
+    load(i + 2);
+    const uint32_t as = base + i % kStages * kStage + group * kPanel, bs = base + i % kStages * kStage + kLeft;  // 64 rows are a panel's size either way
+    warpgroup_fence();
 #pragma unroll
-    for (int k = 0; k < kDeep; k += 16) {
-      uint32_t x[4][4], y[2][4];
+    for (int k = 0; k < kDeep / 16; ++k)
 #pragma unroll
-      for (int j = 0; j < 4; ++j) left<kAOuter>(x[j], as, wm + j * 16, k);
-#pragma unroll
-      for (int j = 0; j < 2; ++j) right<kBOuter>(y[j], bs, wn + j * 16, k);
-#pragma unroll
-      for (int j = 0; j < 4; ++j)
-#pragma unroll
-        for (int n = 0; n < 4; ++n) mma(c[j][n], x[j], y[n / 2][n % 2 * 2], y[n / 2][n % 2 * 2 + 1]);
-    }
+      for (int half = 0; half < 2; ++half) {
+        const uint64_t left = describe(as) + k * (kAOuter ? 2048 / 16 : 2);
+        const uint64_t right = kBOuter ? describe(bs + half * 2 * kPanel, 1024, kPanel) + k * 2048 / 16 : describe(bs + half * T * 128) + k * 2;
+        wgmma<T, kAOuter, kBOuter>(c[half], left, right, 1);
+      }
+    warpgroup_commit();
   }
   copy_wait<0>();
+  warpgroup_wait<0>();
+  pin(c[0]), pin(c[1]);
 #pragma unroll
-  for (int j = 0; j < 4; ++j)
+  for (int half = 0; half < 2; ++half)
 #pragma unroll
-    for (int e = 0; e < 2; ++e)
+    for (int h = 0; h < 2; ++h) {
+      const int row = group * 64 + (threadIdx.x >> 5 & 3) * 16 + lane / 4 + 8 * h;
 #pragma unroll
-      for (int n = 0; n < 4; ++n) {
-        const int row = wm + j * 16 + lane / 4 + e * 8, column = wn + n * 8 + lane % 4 * 2;
-        if (row < rows && column < columns) f(row, column, c[j][n][e * 2], c[j][n][e * 2 + 1]);
+      for (int j = 0; j < 16; ++j) {
+        const int column = half * T + j * 8 + lane % 4 * 2;
+        if (row < rows && column < columns) f(row, column, c[half][4 * j + 2 * h], c[half][4 * j + 2 * h + 1]);
       }
+    }
 }
 
 struct Three {
@@ -126,39 +121,39 @@ struct RowTile {
   }
 };
 
-__global__ void __launch_bounds__(kThreads, 2) forward_kernel(const ExpertsNarrow g, const __grid_constant__ Three list) {
+__global__ void __launch_bounds__(kThreads, 1) forward_kernel(const ExpertsNarrow g, const __grid_constant__ Three list) {
   RowTile t;
   if (!t.find(g)) return;
   const ExpertProduct& p = list.p[blockIdx.z];
-  const int64_t out = list.s[0].out, in = list.s[0].in, n0 = int64_t(blockIdx.x) * T;
+  const int64_t out = list.s[0].out, in = list.s[0].in, n0 = int64_t(blockIdx.x) * kColumns;
   const Operands pairs[2] = {{static_cast<const nv_bf16*>(p.x) + t.first * in, static_cast<const nv_bf16*>(p.weights[t.expert]) + n0 * in}, {}};
   float* y = p.y + t.first * out + n0;
-  multiply<false, false>(pairs, 1, in, in, t.rows, int(min(int64_t(T), out - n0)), int(in),
+  multiply<false, false>(pairs, 1, in, in, t.rows, int(min(int64_t(kColumns), out - n0)), int(in),
                          [&](int r, int c, float a, float b) { *reinterpret_cast<float2*>(y + r * out + c) = make_float2(a, b); });
 }
-__global__ void __launch_bounds__(kThreads, 2) input_kernel(const ExpertsNarrow g, const __grid_constant__ Three list) {
+__global__ void __launch_bounds__(kThreads, 1) input_kernel(const ExpertsNarrow g, const __grid_constant__ Three list) {
   RowTile t;
   if (!t.find(g)) return;
-  const int64_t out = list.s[0].out, in = list.s[0].in, n0 = int64_t(blockIdx.x) * T;
+  const int64_t out = list.s[0].out, in = list.s[0].in, n0 = int64_t(blockIdx.x) * kColumns;
   Operands pairs[2];
   for (int i = 0; i < 2; ++i) {
     const ExpertProduct& p = list.p[i < list.count ? i : 0];
     pairs[i] = {static_cast<const nv_bf16*>(p.x) + t.first * out, static_cast<const nv_bf16*>(p.weights[t.expert]) + n0};
   }
   float* y = list.p[0].y + t.first * in + n0;
-  multiply<false, true>(pairs, int(list.count), out, in, t.rows, int(min(int64_t(T), in - n0)), int(out),
+  multiply<false, true>(pairs, int(list.count), out, in, t.rows, int(min(int64_t(kColumns), in - n0)), int(out),
                         [&](int r, int c, float a, float b) { *reinterpret_cast<float2*>(y + r * in + c) = make_float2(a, b); });
 }
-__global__ void __launch_bounds__(kThreads, 2) weight_kernel(const ExpertsNarrow g, const __grid_constant__ Three list) {
+__global__ void __launch_bounds__(kThreads, 1) weight_kernel(const ExpertsNarrow g, const __grid_constant__ Three list) {
   const ExpertProduct& p = list.p[blockIdx.z];
-  const int64_t out = list.s[blockIdx.z].out, in = list.s[blockIdx.z].in, across = (in + T - 1) / T, first = g.offsets[blockIdx.y];
-  const int64_t m0 = int64_t(blockIdx.x) / across * T, n0 = int64_t(blockIdx.x) % across * T;
+  const int64_t out = list.s[blockIdx.z].out, in = list.s[blockIdx.z].in, across = (in + kColumns - 1) / kColumns, first = g.offsets[blockIdx.y];
+  const int64_t m0 = int64_t(blockIdx.x) / across * T, n0 = int64_t(blockIdx.x) % across * kColumns;
   const int depth = int(g.offsets[blockIdx.y + 1] - first);
   float* w = static_cast<float*>(const_cast<void*>(p.weights[blockIdx.y]));
   if (m0 >= out || depth == 0 || !w) return;
   const Operands pairs[2] = {{static_cast<const nv_bf16*>(p.x) + first * out + m0, static_cast<const nv_bf16*>(p.z) + first * in + n0}, {}};
   w += m0 * in + n0;
-  multiply<true, true>(pairs, 1, out, in, int(min(int64_t(T), out - m0)), int(min(int64_t(T), in - n0)), depth, [&](int r, int c, float a, float b) {
+  multiply<true, true>(pairs, 1, out, in, int(min(int64_t(T), out - m0)), int(min(int64_t(kColumns), in - n0)), depth, [&](int r, int c, float a, float b) {
     float2* to = reinterpret_cast<float2*>(w + r * in + c);
     const float2 old = *to;
     *to = make_float2(old.x + a, old.y + b);
@@ -230,7 +225,7 @@ __global__ void __launch_bounds__(kThreads) glu_backward_kernel(const NarrowGlu 
   if ((threadIdx.x & 31) == 0) p.dweights[pair] += dot;
 }
 
-unsigned tiles(int64_t n) { return unsigned((n + T - 1) / T); }
+unsigned tiles(int64_t n, int64_t each) { return unsigned((n + each - 1) / each); }
 unsigned row_tiles(const ExpertsNarrow& g) { return unsigned(g.most_rows / T + (g.most_rows < g.experts ? g.most_rows : g.experts)); }
 Three listed(const ExpertProduct* list, const ExpertSizes* sizes, int64_t count) {
   Three t{};
@@ -254,15 +249,15 @@ const char* expert_tiles(const ExpertsNarrow& g, int32_t* tile_begins, void* str
 }
 const char* expert_forward(const ExpertsNarrow& g, const ExpertProduct* list, int64_t count, int64_t out, int64_t in, void* stream) {
   const ExpertSizes s[2] = {{out, in}, {out, in}};
-  return launch(forward_kernel, dim3(tiles(out), row_tiles(g), unsigned(count)), g, listed(list, s, count), stream);
+  return launch(forward_kernel, dim3(tiles(out, kColumns), row_tiles(g), unsigned(count)), g, listed(list, s, count), stream);
 }
 const char* expert_input(const ExpertsNarrow& g, const ExpertProduct* list, int64_t count, int64_t out, int64_t in, void* stream) {
   const ExpertSizes s[2] = {{out, in}, {out, in}};
-  return launch(input_kernel, dim3(tiles(in), row_tiles(g)), g, listed(list, s, count), stream);
+  return launch(input_kernel, dim3(tiles(in, kColumns), row_tiles(g)), g, listed(list, s, count), stream);
 }
 const char* expert_weight_gradients(const ExpertsNarrow& g, const ExpertProduct* list, const ExpertSizes* sizes, int64_t count, void* stream) {
   unsigned most = 0;
-  for (int64_t i = 0; i < count; ++i) most = max(most, tiles(sizes[i].out) * tiles(sizes[i].in));
+  for (int64_t i = 0; i < count; ++i) most = max(most, tiles(sizes[i].out, T) * tiles(sizes[i].in, kColumns));
   return launch(weight_kernel, dim3(most, unsigned(g.experts), unsigned(count)), g, listed(list, sizes, count), stream);
 }
 const char* gather_narrow(const NarrowGather& a, void* stream) {

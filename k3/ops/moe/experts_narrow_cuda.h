@@ -8,7 +8,7 @@
 
 namespace k3::cuda {
 
-constexpr int64_t kExpertTile = 128;  // rows and columns of a tile
+constexpr int64_t kExpertTile = 128;  // rows of a tile
 
 struct ExpertsNarrow {
   const int64_t* offsets;      // (experts + 1) expert e has rows offsets[e] .. offsets[e + 1] - 1
