@@ -30,6 +30,7 @@ constexpr int64_t latent_decode_workspace(int rows, int heads, int longest, int 
 }
 int latent_decode_split(int rows, int heads, int longest, int multiprocessors);
 const char* latent_decode(const LatentDecodeArgs&, void* stream);
+const char* latent_decode_pair(const LatentDecodeArgs&, void* stream);  // its part for more than 32 heads
 
 // ---- prefill and training: keys of a head's own channels and some that all heads share, values ---------------------------------------------------
 struct PrefillWidths {

@@ -1,12 +1,11 @@
 // One query row against a paged latent cache, all heads at once:  s = q c^T,  p = softmax(scale s),  o = p c[:, :512].
 //
-// Bound: with 96 heads both memory (2.26 us a page of 64 tokens and multiprocessor) and tensor units (2.23 us); with few heads memory.
-// Split: a cluster is `split_pages` pages of one row; pages are cut at fixed places of the row's own sequence. More than 32 heads: two blocks share
-// the heads and each tensor copy goes to both, so a page is read once.
+// More than 32 heads are latent_decode_pair_cuda.cu's; here are up to 32, a block each row's split, and the joining of splits.
+// Bound: memory, 2.26 us a page of 64 tokens and multiprocessor.
+// Split: `split_pages` pages of one row a block; pages are cut at fixed places of the row's own sequence.
 //   S [64 heads, 64 tokens] = q C^T      one warpgroup, q in its registers for good (144 a thread), leaves P in shared memory, a page ahead
-//   O^T [256 channels, H]  += C^T P^T    two warpgroups own half of the output channels each; tokens' channels are the rows, heads the columns
-// The first warp feeds a ring of 26 panels, 64 tokens x 64 channels: nearly three pages. (All 96 heads in one block, or q in shared memory, leave
-// room for 12 to 20 panels, and the next page comes too late: 393 and 320 us at B 64, L 8192.)
+//   O^T [256 channels, 32]  += C^T P^T   two warpgroups own half of the output channels each; tokens' channels are the rows, heads the columns
+// The first warp feeds a ring of 26 panels, 64 tokens x 64 channels: nearly three pages.
 // Scoring: 1 scores, 2 row maxima, running maximum (moved only when it grows by more than 2^8), 3 P. Output: 4 rescale, 5 product.
 // Precision: scores, maxima, sums, outputs float32; P bf16. Partial results of splits are float32, joined in order by a second kernel.
 #include "k3/core/tensor_map.cuh"
@@ -19,8 +18,8 @@ namespace {
 
 constexpr int kPanels = 9, kRing = 26, kPanelBytes = 64 * 128;
 constexpr int kThreads = 384;  // warpgroups: output, output, scores
+constexpr int H = 32;          // heads, padded
 
-template <int H>  // heads of a block, padded
 struct Plan {
   static constexpr int ring = 0;                             // 26 panels [64 tokens][64]; before, the query; at the end, the output
   static constexpr int prob = ring + kRing * kPanelBytes;    // [2][H][64 tokens]: even and odd pages
@@ -32,34 +31,27 @@ struct Plan {
   static constexpr int bytes = barriers + 2 * kRing * 8 + 32 + 1024;
 };
 
-template <int H, int kCluster>
 __global__ void __launch_bounds__(kThreads, 1) latent_decode_kernel(const __grid_constant__ CUtensorMap map, const __grid_constant__ LatentDecodeArgs a) {
   extern __shared__ char memory[];
-  using P = Plan<H>;
+  using P = Plan;
   char* s = memory + ((1024 - (shared_address(memory) & 1023)) & 1023);
   const uint32_t full = shared_address(s + P::barriers), empty = full + kRing * 8, p_full = empty + kRing * 8, p_empty = p_full + 16;
-  const int rank = kCluster > 1 ? int(cluster_rank()) : 0, head0 = rank * H, heads = min(H, a.heads - head0);
-  const int row = blockIdx.y, split = blockIdx.x / kCluster, splits = gridDim.x / kCluster, group = threadIdx.x >> 7, lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3;
+  const int row = blockIdx.y, split = blockIdx.x, splits = gridDim.x, heads = a.heads, group = threadIdx.x >> 7, lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3;
   const int length = a.lengths[row], pages = (length + kPageTokens - 1) / kPageTokens;
   const int first = split * a.split_pages, last = min(pages, first + a.split_pages);
-  nv_bf16* out = static_cast<nv_bf16*>(a.out) + (int64_t(row) * a.heads + head0) * kLatent;
+  nv_bf16* out = static_cast<nv_bf16*>(a.out) + int64_t(row) * heads * kLatent;
   if (first >= last) {  // nothing here; an empty row gives zeros
     if (split == 0)
       for (int i = threadIdx.x; i < heads * kLatent / 8; i += kThreads) reinterpret_cast<uint4*>(out)[i] = make_uint4(0, 0, 0, 0);
     return;
   }
   if (threadIdx.x == 0) {
-    for (int i = 0; i < kRing; ++i) barrier_init(full + i * 8, 1), barrier_init(empty + i * 8, 4 * kCluster);
+    for (int i = 0; i < kRing; ++i) barrier_init(full + i * 8, 1), barrier_init(empty + i * 8, 4);
     for (int i = 0; i < 2; ++i) barrier_init(p_full + i * 8, 128), barrier_init(p_empty + i * 8, 8);
     barrier_init_done();
   }
   __syncthreads();
-  auto give_back = [&](int slot) {  // to whoever fills it again
-#pragma unroll
-    for (int r = 0; r < kCluster; ++r) {
-      if constexpr (kCluster > 1) arrive_at(empty + slot * 8, r); else arrive(empty + slot * 8);
-    }
-  };
+  auto give_back = [&](int slot) { arrive(empty + slot * 8); };  // to the first warp, which fills it again
 
   float* top_of = reinterpret_cast<float*>(s + P::top);
   float* factor = reinterpret_cast<float*>(s + P::factor);
@@ -72,7 +64,7 @@ __global__ void __launch_bounds__(kThreads, 1) latent_decode_kernel(const __grid
     more_registers<216>();
     const int tid = threadIdx.x & 127, row0 = warp * 16 + (lane >> 2);
     // the query, through the ring into registers; heads past the last are zero
-    const nv_bf16* q = static_cast<const nv_bf16*>(a.q) + row * a.q_stride + head0 * kLatentRow;
+    const nv_bf16* q = static_cast<const nv_bf16*>(a.q) + row * a.q_stride;
     for (int i = tid; i < 64 * (kLatentRow / 8); i += 128) {
       int head = i / (kLatentRow / 8), chunk = i % (kLatentRow / 8);
       bool valid = head < heads;
@@ -86,7 +78,7 @@ __global__ void __launch_bounds__(kThreads, 1) latent_decode_kernel(const __grid
     for (int k = 0; k < 4 * kPanels; ++k)
       ldmatrix4(Q[k], shared_address(s + P::ring) + (k >> 2) * kPanelBytes + swizzle128(warp * 16 + (lane & 15), ((k & 3) * 2 + (lane >> 4)) * 16));
     publish();
-    if constexpr (kCluster > 1) cluster_sync(); else named_barrier(2, kThreads);  // the ring (here and there) is free for pages
+    named_barrier(2, kThreads);  // the ring is free for pages
 
     const float scale = a.scale * kLog2e;
     float top[2] = {-INFINITY, -INFINITY}, sum[2] = {0.f, 0.f};
@@ -167,7 +159,6 @@ __global__ void __launch_bounds__(kThreads, 1) latent_decode_kernel(const __grid
       if ((lane & 3) == 0) total[row0 + 8 * h] = t, top_of[row0 + 8 * h] = top[h];
     }
     named_barrier(2, kThreads);
-    if constexpr (kCluster > 1) cluster_sync();
     return;
   }
 
@@ -183,12 +174,11 @@ __global__ void __launch_bounds__(kThreads, 1) latent_decode_kernel(const __grid
       const uint32_t bar = full + slot * 8, at = shared_address(s + P::ring) + slot * kPanelBytes;
       wait(empty + slot * 8, (m / kRing & 1) ^ 1);
       arrive_expect(bar, kPanelBytes);
-      if constexpr (kCluster == 1) tensor_load(at, map, lane * 64, 0, where, bar);
-      else if ((m & 1) == rank) tensor_load_multicast(at, map, lane * 64, 0, where, bar, (1 << kCluster) - 1);  // the blocks take turns
+      tensor_load(at, map, lane * 64, 0, where, bar);
     }
     __syncwarp();
   };
-  if constexpr (kCluster > 1) cluster_sync(); else named_barrier(2, kThreads);
+  named_barrier(2, kThreads);
   ask(0, 0, kPanels), ask(1, 0, kPanels);
   int base = group * 4, odd = 0;  // of this page's panels in the ring
   for (int i = 0; i < last - first; ++i, base = base + kPanels >= kRing ? base + kPanels - kRing : base + kPanels) {
@@ -203,7 +193,7 @@ __global__ void __launch_bounds__(kThreads, 1) latent_decode_kernel(const __grid
       for (int j = 0; j < H / 8; ++j) {
         float2 f = *reinterpret_cast<float2*>(factor + odd * 64 + j * 8 + two);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) O[i][4 * j] *= f.x, O[i][4 * j + 1] *= f.y, O[i][4 * j + 2] *= f.x, O[i][4 * j + 3] *= f.y;
+        for (int m = 0; m < 4; ++m) O[m][4 * j] *= f.x, O[m][4 * j + 1] *= f.y, O[m][4 * j + 2] *= f.x, O[m][4 * j + 3] *= f.y;
       }
     }
     // 5. O^T += C^T P^T; panels are given back as they are done
@@ -224,7 +214,7 @@ __global__ void __launch_bounds__(kThreads, 1) latent_decode_kernel(const __grid
     warpgroup_wait<0>();
     if (lane == 0) give_back(place(3));
 #pragma unroll
-    for (int i = 0; i < 4; ++i) pin(O[i]);
+    for (int m = 0; m < 4; ++m) pin(O[m]);
     __syncwarp();
     if (lane == 0) arrive(p_empty + odd * 8);
     ask(i + 2, kPanels - 1, kPanels);  // its place held this page's first panel
@@ -249,9 +239,9 @@ __global__ void __launch_bounds__(kThreads, 1) latent_decode_kernel(const __grid
     for (int i = threadIdx.x; i < heads * (kLatent / 8); i += 256)
       *reinterpret_cast<uint4*>(out + i * 8) = *reinterpret_cast<uint4*>(stage + i / 64 * (kLatent * 2 + 16) + i % 64 * 16);
   } else {
-    float* part = a.partial + (int64_t(row) * splits + split) * a.heads * (kLatent + 2);
-    for (int i = threadIdx.x; i < heads; i += 256) part[head0 + i] = top_of[i], part[a.heads + head0 + i] = total[i];
-    part += 2 * a.heads + head0 * kLatent;
+    float* part = a.partial + (int64_t(row) * splits + split) * heads * (kLatent + 2);
+    for (int i = threadIdx.x; i < heads; i += 256) part[i] = top_of[i], part[heads + i] = total[i];
+    part += 2 * heads;
 #pragma unroll
     for (int i = 0; i < 4; ++i)
 #pragma unroll
@@ -260,44 +250,42 @@ __global__ void __launch_bounds__(kThreads, 1) latent_decode_kernel(const __grid
         if (head < heads) part[head * kLatent + channel] = O[i][x];
       }
   }
-  if constexpr (kCluster > 1) cluster_sync();  // the other block may still send panels or give them back here
 }
 
-// one block a (head, row): the splits in order
+// one block a (head, row): the splits in order, a thread four channels
 __global__ void __launch_bounds__(128) latent_join_kernel(const LatentDecodeArgs a, int splits) {
-  const int head = blockIdx.x, row = blockIdx.y, pages = (a.lengths[row] + kPageTokens - 1) / kPageTokens;
+  __shared__ float tops[4], weight[128], total[128];
+  const int head = blockIdx.x, row = blockIdx.y, pages = (a.lengths[row] + kPageTokens - 1) / kPageTokens, t = threadIdx.x;
   const int used = (pages + a.split_pages - 1) / a.split_pages;
   if (used <= 1) return;
   const int64_t size = int64_t(a.heads) * (kLatent + 2);
   const float* part = a.partial + int64_t(row) * splits * size;
   float top = -INFINITY, sum = 0.f;
-  for (int i = 0; i < used; ++i) top = fmaxf(top, part[i * size + head]);
+  for (int i = t; i < used; i += 128) top = fmaxf(top, part[i * size + head]);
+  top = warp_max(top);
+  if ((t & 31) == 0) tops[t >> 5] = top;
+  __syncthreads();
+  top = fmaxf(fmaxf(tops[0], tops[1]), fmaxf(tops[2], tops[3]));
   float4 o = make_float4(0, 0, 0, 0);
-#pragma unroll 4
-  for (int i = 0; i < used; ++i) {
-    float w = ex2(part[i * size + head] - top);
-    float4 x = *reinterpret_cast<const float4*>(part + i * size + 2 * a.heads + head * kLatent + threadIdx.x * 4);
-    sum += w * part[i * size + a.heads + head];
-    o.x += w * x.x, o.y += w * x.y, o.z += w * x.z, o.w += w * x.w;
+  for (int first = 0; first < used; first += 128) {
+    const int count = min(128, used - first);
+    __syncthreads();
+    if (t < count) {
+      const float* from = part + (first + t) * size + head;
+      weight[t] = ex2(from[0] - top), total[t] = weight[t] * from[a.heads];
+    }
+    __syncthreads();
+    const float* from = part + first * size + 2 * a.heads + head * kLatent + t * 4;
+#pragma unroll 16
+    for (int i = 0; i < count; ++i) {
+      const float w = weight[i];
+      const float4 x = *reinterpret_cast<const float4*>(from + i * size);
+      sum += total[i];
+      o.x += w * x.x, o.y += w * x.y, o.z += w * x.z, o.w += w * x.w;
+    }
   }
   float r = 1.f / sum;
-  *reinterpret_cast<uint2*>(static_cast<nv_bf16*>(a.out) + (int64_t(row) * a.heads + head) * kLatent + threadIdx.x * 4) =
-      make_uint2(pack(o.x * r, o.y * r), pack(o.z * r, o.w * r));
-}
-
-template <int H, int kCluster>
-const char* launch(const CUtensorMap& map, const LatentDecodeArgs& a, cudaStream_t stream) {
-  auto kernel = latent_decode_kernel<H, kCluster>;
-  cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Plan<H>::bytes);
-  if (e != cudaSuccess) return cudaGetErrorString(e);
-  const int splits = latent_decode_splits(a.longest, a.split_pages);
-  cudaLaunchAttribute cluster{cudaLaunchAttributeClusterDimension, {}, {}};
-  cluster.val.clusterDim = {kCluster, 1, 1};
-  cudaLaunchConfig_t config{dim3(splits * kCluster, a.rows), dim3(kThreads), size_t(Plan<H>::bytes), stream, &cluster, 1};
-  if ((e = cudaLaunchKernelEx(&config, kernel, map, a)) != cudaSuccess) return cudaGetErrorString(e);
-  if (splits > 1) latent_join_kernel<<<dim3(a.heads, a.rows), 128, 0, stream>>>(a, splits);
-  e = cudaGetLastError();
-  return e == cudaSuccess ? nullptr : cudaGetErrorString(e);
+  *reinterpret_cast<uint2*>(static_cast<nv_bf16*>(a.out) + (int64_t(row) * a.heads + head) * kLatent + t * 4) = make_uint2(pack(o.x * r, o.y * r), pack(o.z * r, o.w * r));
 }
 
 }  // namespace
@@ -313,9 +301,18 @@ const char* latent_decode(const LatentDecodeArgs& a, void* stream) {
   if (a.rows == 0) return nullptr;
   if (a.heads < 1 || a.heads > 96 || a.heads % 2) return "[attention] the latent kernel serves even head counts up to 96; split the heads over calls";
   if (a.longest > kPageTokens * a.split_pages && !a.partial) return "[attention] latent decode with several splits needs its workspace";
-  CUtensorMap map;
-  if (const char* e = make_tensor_map(map, a.pages, kLatentRow, kPageTokens, a.page_count, kLatentRow, kPageTokens * kLatentRow, kPageTokens)) return e;
-  return a.heads <= 32 ? launch<32, 1>(map, a, cudaStream_t(stream)) : a.heads <= 64 ? launch<32, 2>(map, a, cudaStream_t(stream)) : launch<48, 2>(map, a, cudaStream_t(stream));
+  const int splits = latent_decode_splits(a.longest, a.split_pages);
+  if (a.heads > 32) {
+    if (const char* e = latent_decode_pair(a, stream)) return e;
+  } else {
+    CUtensorMap map;
+    if (const char* e = make_tensor_map(map, a.pages, kLatentRow, kPageTokens, a.page_count, kLatentRow, kPageTokens * kLatentRow, kPageTokens)) return e;
+    if (cudaError_t e = cudaFuncSetAttribute(latent_decode_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Plan::bytes); e != cudaSuccess) return cudaGetErrorString(e);
+    latent_decode_kernel<<<dim3(splits, a.rows), kThreads, Plan::bytes, cudaStream_t(stream)>>>(map, a);
+  }
+  if (splits > 1) latent_join_kernel<<<dim3(a.heads, a.rows), 128, 0, cudaStream_t(stream)>>>(a, splits);
+  const cudaError_t e = cudaGetLastError();
+  return e == cudaSuccess ? nullptr : cudaGetErrorString(e);
 }
 
 }  // namespace k3::cuda
