@@ -34,6 +34,33 @@ void require() {
 
 void check(const char* what) { K3_CHECK(!what, "[gpu] {}", what); }
 
+std::string why_not(const Found& found) {
+  auto cuda = [](int version) { return fmt::format("CUDA {}.{}", version / 1000, version % 1000 / 10); };
+  auto fits = [](const Card& c) { return c.major == 9 && c.minor == 0; };
+  if (found.driver == 0)
+    return fmt::format("there is no NVIDIA driver here; needs one of {} and an H100 or H200; install it, or use --device cpu", cuda(found.needed));
+  if (found.driver / 1000 < found.needed / 1000)
+    return fmt::format(
+        "the NVIDIA driver here serves {}, but this build needs {}; update the driver, configure with a CUDA toolkit of its age, or use "
+        "--device cpu",
+        cuda(found.driver), cuda(found.needed));
+  if (found.cards.empty())
+    return fmt::format("there is no usable NVIDIA GPU here ({}); needs an H100 or H200, or use --device cpu",
+                       found.trouble.empty() ? "the driver finds none" : found.trouble);
+  const Card& first = found.cards[0];
+  if (fits(first)) return "";
+  const auto other = std::find_if(found.cards.begin(), found.cards.end(), fits);
+  return fmt::format(
+      "the GPU here is a {} of compute capability {}.{}, but the kernels need 9.0 (H100, H200); {}use --device cpu", first.name, first.major,
+      first.minor,
+      other == found.cards.end() ? "" : fmt::format("set CUDA_VISIBLE_DEVICES={} for the {}, or ", other - found.cards.begin(), other->name));
+}
+
+std::string no_room(size_t bytes, size_t free, size_t total, const std::string& card) {
+  return fmt::format("no room for {} MB more: of the {} MB of {} {} MB are free, so at most that fits; use a smaller model, batch or context",
+                     bytes >> 20, total >> 20, card, free >> 20);
+}
+
 #ifdef K3_CUDA
 
 namespace {
@@ -70,29 +97,29 @@ const Driver& driver_calls() {
 constexpr size_t kPage = size_t(2) << 20;
 size_t in_pages(size_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
 
-[[noreturn]] void no_room(size_t bytes) {
+[[noreturn]] void fail_for_room(size_t bytes) {
   size_t free = 0, total = 0;
   ok(cudaMemGetInfo(&free, &total));
   cudaDeviceProp p;
   ok(cudaGetDeviceProperties(&p, 0));
-  fail("[gpu] no room for {} MB more: of the {} MB of {} {} MB are free, so at most that fits; use a smaller model, batch or context", bytes >> 20,
-       total >> 20, p.name, free >> 20);
+  fail("[gpu] {}", no_room(bytes, free, total, p.name));
 }
 
 }  // namespace
 
 std::string why_not() {
+  Found found{0, CUDART_VERSION, "", {}};
+  ok(cudaDriverGetVersion(&found.driver));
   int count = 0;
-  const cudaError_t e = cudaGetDeviceCount(&count);
-  if (!ok(e) || count == 0)
-    return fmt::format("there is no usable NVIDIA GPU here ({}); needs an H100 or H200 and a driver of CUDA {}, or use --device cpu",
-                       e == cudaSuccess ? "the driver finds none" : cudaGetErrorString(e), CUDART_VERSION / 1000);
-  cudaDeviceProp p;
-  if (!ok(cudaGetDeviceProperties(&p, 0))) return "the GPU does not say what it is; use --device cpu";
-  if (p.major != 9)
-    return fmt::format("the GPU here is a {} of compute capability {}.{}, but the kernels of this build need 9.0 (H100, H200); use --device cpu",
-                       p.name, p.major, p.minor);
-  return "";
+  if (const cudaError_t e = cudaGetDeviceCount(&count); !ok(e)) found.trouble = cudaGetErrorString(e), count = 0;
+  for (int i = 0; i < count; ++i) {
+    cudaDeviceProp p;
+    if (const cudaError_t e = cudaGetDeviceProperties(&p, i); !ok(e))
+      found.trouble = cudaGetErrorString(e);
+    else
+      found.cards.push_back({p.name, p.major, p.minor});
+  }
+  return why_not(found);
 }
 
 void* stream() {
@@ -110,7 +137,7 @@ static cudaStream_t queue() { return static_cast<cudaStream_t>(stream()); }
 char* allocate(size_t bytes) {
   queue();
   void* p = nullptr;
-  if (!ok(cudaMalloc(&p, bytes))) no_room(bytes);
+  if (!ok(cudaMalloc(&p, bytes))) fail_for_room(bytes);
   clear(p, bytes);
   return static_cast<char*>(p);
 }
@@ -136,7 +163,7 @@ size_t commit(char* base, size_t committed, size_t wanted, size_t bytes) {
   CUmemGenericAllocationHandle memory;
   CUresult r = driver_calls().create(&memory, more, &kind, 0);
   if (r != CUDA_SUCCESS) more = in_pages(wanted) - committed, r = driver_calls().create(&memory, more, &kind, 0);
-  if (r != CUDA_SUCCESS) no_room(more);
+  if (r != CUDA_SUCCESS) fail_for_room(more);
   const auto at = reinterpret_cast<CUdeviceptr>(base) + committed;
   CUmemAccessDesc access{};
   access.location = kind.location, access.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;

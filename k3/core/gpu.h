@@ -13,6 +13,7 @@
 #include <functional>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "k3/core/tensor.h"
 
@@ -26,6 +27,20 @@ inline constexpr bool kBuilt = false;
 
 std::string why_not();  // why there is no GPU to compute on, as one sentence; empty when there is one
 void require();         // the same as an Error
+
+// What was found on a machine, and the sentences about it: what is there, what is needed, what would do. The kernels need compute capability 9.0.
+struct Card {
+  std::string name;
+  int major, minor;
+};
+struct Found {
+  int driver;           // newest CUDA that the driver serves, as 12040; 0: there is no driver
+  int needed;           // CUDA of this build
+  std::string trouble;  // what the driver said instead of its cards
+  std::vector<Card> cards;
+};
+std::string why_not(const Found& found);
+std::string no_room(size_t bytes, size_t free, size_t total, const std::string& card);
 
 void* stream();                // cudaStream_t
 void check(const char* what);  // a launcher's answer

@@ -31,4 +31,9 @@ void Readback::deliver() {
   for (const Wanted& w : all) w.take(w.at);
 }
 
+void Readback::forget() {
+  if (!wanted_.empty()) gpu::synchronize();  // a copy may still be on its way into memory that is used again
+  wanted_.clear(), block_ = used_ = 0;
+}
+
 }  // namespace k3

@@ -4,6 +4,7 @@
 //   Readback later;
 //   later.ask(counts, [&](const void* p) { ... });   // enqueues the copy; the tensor's memory may be lent again at once
 //   later.deliver();                                 // waits, then calls all in the order they were asked
+//   later.forget();                                  // instead, when the step failed: what was asked for may be gone
 #include <functional>
 #include <vector>
 
@@ -20,6 +21,7 @@ class Readback {
   ~Readback();
   void ask(const Tensor& t, Take take);  // t lies on the GPU
   void deliver();
+  void forget();
 
  private:
   struct Block {

@@ -152,6 +152,7 @@ StepReport Trainer::step(bool with_gates) {
 
   Param& head = model_.lm_head();
   const bool written = model_.bf16_products && head.shape[0] % 8 == 0 && head.shape[1] % 8 == 0;  // by cross_entropy in bfloat16
+  later_.forget();  // what a step that failed half-way asked for
   model_.params().zero_grads(written ? &head : nullptr);
   balance_.begin_step();
   Context c{.device = arena_->device(), .arena = arena_.get(), .bf16_products = model_.bf16_products, .observe = true, .later = &later_};
