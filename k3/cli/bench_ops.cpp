@@ -38,11 +38,13 @@ const char* MachineRates::bound(const OpLine& l) const {
   return arithmetic < l.bytes / bytes ? "bytes" : l.tensor_units ? "tensor units" : "float32";
 }
 
+bool MachineRates::in_cache(const OpLine& l) const { return floor_us(l) > l.us && bound(l) == std::string_view("bytes"); }
+
 bool OpTable::wants(std::string_view op) const { return op.find(only) != op.npos; }
 void OpTable::add(const OpLine& l) {
   const double floor = rates.floor_us(l);
-  fmt::print("{:<28} {:<52} {:>11.1f} {:>11.1f} {:>6.0f} %  {}{}\n", l.op, l.shape, l.us, floor, 100 * floor / l.us, rates.bound(l),
-             l.note.empty() ? "" : "; " + l.note);
+  fmt::print("{:<28} {:<52} {:>11.1f} {:>11.1f} {:>8}  {}{}\n", l.op, l.shape, l.us, floor,
+             rates.in_cache(l) ? "in cache" : fmt::format("{:.0f} %", 100 * floor / l.us), rates.bound(l), l.note.empty() ? "" : "; " + l.note);
   std::fflush(stdout);
   lines.push_back(l);
 }
@@ -303,9 +305,7 @@ void run(const OpsFlags& f) {
   } else {
     const plan::Machine m = plan::measure(0.2);
     table.rates = {m.triad, m.product, m.product};
-    fmt::print(
-        "{} threads: a = b + s c moves {:.1f} GB/s, large products make {:.0f} GFLOP/s; what fits the caches may be faster than its bytes' floor\n",
-        thread_count(), m.triad * 1e-9, m.product * 1e-9);
+    fmt::print("{} threads: a = b + s c moves {:.1f} GB/s, large products make {:.0f} GFLOP/s\n", thread_count(), m.triad * 1e-9, m.product * 1e-9);
   }
   fmt::print("{:<28} {:<52} {:>11} {:>11} {:>8}  {}\n", "operator", "shape", "us", "floor us", "share", "the floor is");
   if (f.device == Device::cuda) gpu_kernel_lines(table);
@@ -329,6 +329,7 @@ void run(const OpsFlags& f) {
                           {"us", l.us},
                           {"floor_us", table.rates.floor_us(l)},
                           {"share", table.rates.floor_us(l) / l.us},
+                          {"in_cache", table.rates.in_cache(l)},
                           {"bound", table.rates.bound(l)},
                           {"bytes", l.bytes},
                           {"flops", l.flops},

@@ -19,6 +19,7 @@ struct MachineRates {  // measured, a second
   double bytes = 0, flops = 0, tensor_flops = 0;
   double floor_us(const OpLine& line) const;
   const char* bound(const OpLine& line) const;  // what the floor is made of
+  bool in_cache(const OpLine& line) const;      // its bytes came faster than main memory gives them: then the floor is none
 };
 
 struct OpTable {

@@ -8,6 +8,7 @@
 #include "k3/cli/commands.h"
 #include "k3/core/isa.h"
 #include "k3/core/error.h"
+#include "k3/core/thousands.h"
 #include "k3/model/checkpoint.h"
 #include "k3/model/damage.h"
 #include "k3/tokenizer/stop_ids.h"
@@ -16,12 +17,6 @@
 namespace k3 {
 
 namespace {
-
-std::string thousands(int64_t n) {
-  std::string s = std::to_string(n);
-  for (int64_t at = int64_t(s.size()) - 3; at > 0; at -= 3) s.insert(size_t(at), ",");
-  return s;
-}
 
 // Runs of equal layers: "kda x3, mla, ..." counted from 0.
 std::string pattern(const Config& c) {

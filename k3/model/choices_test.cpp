@@ -3,7 +3,6 @@
 #include <gtest/gtest.h>
 
 #include <filesystem>
-#include <map>
 
 #include "k3/core/gpu.h"
 #include "k3/model/checkpoint.h"
@@ -47,6 +46,7 @@ std::vector<Choice> choices() {
   return all;
 }
 
+void PrintTo(const Choice& c, std::ostream* out) { *out << c.name; }
 class choice : public ::testing::TestWithParam<Choice> {
  protected:
   Config config() const {
@@ -167,34 +167,16 @@ TEST_P(choice, saved_and_loaded_is_the_same_model) {
   std::filesystem::remove_all(folder);
 }
 
-// Loss and the gradient of every parameter, relative to its own size: float32 on both sides, some fifty operators deep. Two runs: the same bits.
 TEST_P(choice, cuda_equals_cpu) {
-  if (const std::string why = gpu::why_not(); !why.empty()) GTEST_SKIP() << why;
-  const int64_t n = 40;
-  std::map<std::string, std::vector<double>> want;
-  std::map<std::string, std::vector<char>> first;
-  double loss = 0;
-  for (int run = 0; run < 3; ++run) {  // on the CPU, then twice on the GPU
-    Model m(config());
-    testing::fill(m);
-    if (run) m.params().move_to(Device::cuda);
-    m.params().allocate_grads();
+  testing::expect_gradients_on_cuda_equal_cpu(config(), [](Model& m, testing::Step& step) {
+    const int64_t n = 40;
     const Held held(m, n);
     auto ids = some_ids(n, m.config().vocab_size), targets = some_ids(n, m.config().vocab_size, 4);
-    testing::Step step(true, size_t(1) << 30, m.params().device());
     const Var h = m.forward(step.context, tensor_of(ids), Batch::of_lengths({1, 24, 0, 15}));
     const double sum = cross_entropy(h, m.lm_head(), tensor_of(targets), 1.0f / float(n)).sum;
     step.context.tape->run_backward();
-    if (!run) loss = sum;
-    EXPECT_NEAR(sum, loss, 1e-5 * loss);
-    for (const Param& p : m.params().all()) {
-      if (p.grad.empty()) continue;
-      const HostCopy grad(p.grad);
-      if (run == 0) want[p.name] = testing::as_double(grad.tensor());
-      if (run == 1) testing::expect_near(grad.tensor(), want[p.name], 1e-3, p.name), first[p.name] = testing::bytes_of(p.grad);
-      if (run == 2) { EXPECT_EQ(testing::bytes_of(p.grad), first[p.name]) << p.name << ": two runs differ"; }
-    }
-  }
+    return sum;
+  });
 }
 
 // The states on the GPU: one call, pieces, token by token. To rounding, since some sums are taken in another order.

@@ -48,31 +48,14 @@ TEST_P(model, any_cut_equals_whole_equals_training_forward) {
   }
 }
 
-// Loss and the gradient of every parameter, relative to its own size; float32 on both sides, about a hundred operators deep.
 TEST_P(model, cuda_equals_cpu) {
-  if (const std::string why = gpu::why_not(); !why.empty()) GTEST_SKIP() << why;
-  auto ids = some_ids(64, config().vocab_size), targets = some_ids(64, config().vocab_size, 4);
-  std::map<std::string, std::vector<double>> want;
-  std::map<std::string, std::vector<char>> first;
-  double loss = 0;
-  for (int run = 0; run < 3; ++run) {
-    Model m(config());
-    testing::fill(m);
-    if (run) m.params().move_to(Device::cuda);
-    m.params().allocate_grads();
-    testing::Step step(true, size_t(1) << 30, m.params().device());
-    Loss l = cross_entropy(m.forward(step.context, tensor_of(ids), Batch::of_lengths({1, 30, 2, 31})), m.lm_head(), tensor_of(targets), 1.0f / 64);
+  testing::expect_gradients_on_cuda_equal_cpu(config(), [](Model& m, testing::Step& step) {
+    auto ids = some_ids(64, m.config().vocab_size), targets = some_ids(64, m.config().vocab_size, 4);
+    const Var h = m.forward(step.context, tensor_of(ids), Batch::of_lengths({1, 30, 2, 31}));
+    const double sum = cross_entropy(h, m.lm_head(), tensor_of(targets), 1.0f / 64).sum;
     step.context.tape->run_backward();
-    if (!run) loss = l.sum;
-    EXPECT_NEAR(l.sum, loss, 1e-5 * loss);
-    for (const Param& p : m.params().all()) {
-      if (p.grad.empty()) continue;
-      const HostCopy grad(p.grad);
-      if (run == 0) want[p.name] = testing::as_double(grad.tensor());
-      if (run == 1) testing::expect_near(grad.tensor(), want[p.name], 1e-3, p.name), first[p.name] = testing::bytes_of(p.grad);
-      if (run == 2) { EXPECT_EQ(testing::bytes_of(p.grad), first[p.name]) << p.name << ": two runs differ"; }
-    }
-  }
+    return sum;
+  });
 }
 
 // Prefill in pieces and token by token through the states, against the whole. To rounding: attention may sum a decoded token in another order.
@@ -92,6 +75,29 @@ TEST_P(model, any_cut_is_near_the_whole_on_the_gpu) {
       testing::expect_near(part.tensor(), testing::as_double(whole.tensor().row_range(at, at + n)), 1e-4, "rows from " + std::to_string(at));
       at += n;
     }
+  }
+}
+
+// One token a thousand times (logs, tables): all at once and token by token on the GPU as on the CPU, and finite.
+TEST_P(model, a_thousand_copies_of_one_token_on_the_gpu_equal_the_cpu) {
+  if (const std::string why = gpu::why_not(); !why.empty()) GTEST_SKIP() << why;
+  const int64_t n = testing::few_shapes() ? 100 : 1000, tail = 20;
+  Model m(config());
+  testing::fill(m);
+  const std::vector<int32_t> ids(size_t(n), 5);
+  testing::Step host(false), step(false, size_t(1) << 30, Device::cuda);
+  const Tensor want = call(m, host, ids, 0, n, nullptr);
+  m.params().move_to(Device::cuda);
+  ModelState state = m.new_state(1, Device::cuda, true);
+  int64_t at = 0;
+  for (int64_t size : {n - tail, tail / 2}) {
+    const HostCopy part(call(m, step, ids, at, at + size, &state));
+    testing::expect_near(part.tensor(), testing::as_double(want.row_range(at, at + size)), 1e-4, "rows from " + std::to_string(at));
+    at += size;
+  }
+  for (; at < n; ++at) {
+    const HostCopy row(call(m, step, ids, at, at + 1, &state));
+    testing::expect_near(row.tensor(), testing::as_double(want.row_range(at, at + 1)), 1e-4, "row " + std::to_string(at));
   }
 }
 

@@ -1,6 +1,7 @@
 #pragma once
 // Small models for tests: every part of K3 at sizes that no tile divides, or the Kimi-Linear shape.
 #include <cstring>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -47,5 +48,32 @@ inline std::vector<int32_t> some_ids(int64_t n, int64_t vocabulary, uint64_t see
 }
 
 inline Tensor tensor_of(const std::vector<int32_t>& v) { return Tensor(const_cast<int32_t*>(v.data()), DType::i32, {int64_t(v.size())}); }
+
+// Loss and the gradient of every parameter, each relative to its own size, on the CPU and twice on the GPU: float32 on both sides, some hundred
+// operators deep, and the two runs the same bits. `step_of` goes forward and back and returns the loss.
+template <class F>
+void expect_gradients_on_cuda_equal_cpu(const Config& config, F step_of) {
+  if (const std::string why = gpu::why_not(); !why.empty()) GTEST_SKIP() << why;
+  std::map<std::string, std::vector<double>> want;
+  std::map<std::string, std::vector<char>> first;
+  double loss = 0;
+  for (int run = 0; run < 3; ++run) {
+    Model m(config);
+    fill(m);
+    if (run) m.params().move_to(Device::cuda);
+    m.params().allocate_grads();
+    Step step(true, size_t(1) << 30, m.params().device());
+    const double sum = step_of(m, step);
+    if (!run) loss = sum;
+    EXPECT_NEAR(sum, loss, 1e-5 * loss);
+    for (const Param& p : m.params().all()) {
+      if (p.grad.empty()) continue;
+      const HostCopy grad(p.grad);
+      if (run == 0) want[p.name] = as_double(grad.tensor());
+      if (run == 1) expect_near(grad.tensor(), want[p.name], 1e-3, p.name), first[p.name] = bytes_of(p.grad);
+      if (run == 2) { EXPECT_EQ(bytes_of(p.grad), first[p.name]) << p.name << ": two runs differ"; }
+    }
+  }
+}
 
 }  // namespace k3::testing

@@ -48,14 +48,17 @@ std::vector<std::string> parse_ranks(std::string_view text, const std::string& n
   std::string bytes;
   for (int line = 1; !text.empty(); ++line) {
     const std::string_view row = text.substr(0, text.find('\n'));
+    const bool cut = row.size() == text.size();  // no newline at its end
     text.remove_prefix(std::min(text.size(), row.size() + 1));
     if (row.empty() && text.empty()) break;
     const size_t space = row.find(' ');
     int32_t rank = -1;
     const char* end = row.data() + row.size();
     const bool number = space != row.npos && std::from_chars(row.data() + space + 1, end, rank).ptr == end && rank >= 0 && space + 1 < row.size();
-    K3_CHECK(number && from_base64(row.substr(0, space), bytes), "[tokenizer] {}:{}: expected base64, a space and a rank, found \"{}\"", name, line,
-             row.substr(0, 60));
+    const bool parsed = number && from_base64(row.substr(0, space), bytes);
+    K3_CHECK(!cut || (parsed && (size_t(rank) >= line_of.size() || !line_of[rank])),
+             "[tokenizer] {}:{}: the file ends inside this line, \"{}\"; it was cut off, copy it again", name, line, row.substr(0, 60));
+    K3_CHECK(parsed, "[tokenizer] {}:{}: expected base64, a space and a rank, found \"{}\"", name, line, row.substr(0, 60));
     K3_CHECK(rank < 1 << 24, "[tokenizer] {}:{}: rank {} is too large", name, line, rank);
     if (size_t(rank) >= tokens.size()) tokens.resize(rank + 1), line_of.resize(rank + 1);
     K3_CHECK(!line_of[rank], "[tokenizer] {}:{}: rank {} was given before, in line {}", name, line, rank, line_of[rank]);

@@ -270,6 +270,9 @@ TEST(files, a_damaged_table_is_refused_with_its_line) {
   for (const char* bad :
        {"YWI=256", "YWI= x", "YWI=  256", "YWI= 256 ", "YWI= -1", "YWI= ", " 256", "YW= 256", "Y!I= 256", "YWJ= 256", "", "YWI= 99999999999"})
     EXPECT_THAT([&] { load_with(good + bad + "\nYWM= 257\n"); }, throws("tiktoken.model:257: expected base64, a space and a rank")) << bad;
+  for (const std::string part : {"YWI= 25", "YWI= ", "YWI=", "YWI"})
+    EXPECT_THAT([&] { load_with(good + part); }, throws(":257: the file ends inside this line, \"" + part + "\"; it was cut off")) << part;
+  EXPECT_NO_THROW(load_with(good + "YWI= 256"));  // whole, only the last newline is not there
   EXPECT_THAT([&] { load_with(good + "YWI= 255\n"); }, throws(":257: rank 255 was given before, in line 256"));
   EXPECT_THAT([&] { load_with(good + "YWI= 257\n"); }, throws("no line has rank 256, but line 257 has rank 257"));
   EXPECT_THAT([&] { load_with(good + "/w== 256\n"); }, throws(":257: the same bytes as in line 256"));

@@ -8,6 +8,7 @@
 #include <nlohmann/json.hpp>
 
 #include "k3/core/error.h"
+#include "k3/core/thousands.h"
 #include "k3/core/file.h"
 #include "k3/core/memory.h"
 #include "k3/model/checkpoint.h"
@@ -27,12 +28,6 @@ using Clock = std::chrono::steady_clock;
 namespace {
 
 constexpr int kMostSkippedInARow = 20;
-
-std::string thousands(int64_t n) {
-  std::string s = std::to_string(n);
-  for (int64_t at = int64_t(s.size()) - 3; at > 0; at -= 3) s.insert(size_t(at), ",");
-  return s;
-}
 
 std::string duration(double seconds) {
   int64_t s = int64_t(seconds + 0.5);

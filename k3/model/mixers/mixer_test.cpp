@@ -271,6 +271,66 @@ TEST_P(mixer, cuda_equals_cpu) {
   });
 }
 
+// On the GPU, to the bit: sequences of 7, 50 and 1 tokens side by side and each alone, then a token more each; and rows of padding full of NaN.
+TEST_P(mixer, batch_neighbours_change_nothing_on_the_gpu) {
+  if (const std::string why = gpu::why_not(); !why.empty()) GTEST_SKIP() << why;
+  Made m(GetParam());
+  testing::Step step(false, size_t(1) << 30, Device::cuda);
+  for (Param& p : m.params.all())
+    p.value = step.keep(step.param(p.name, Values(std::vector<float>(p.value.f32(), p.value.f32() + p.value.size())), p.shape, false)).value,
+    p.grad = {};
+  Values x(60 * m.d(), 1);
+  auto together = m.mixer->new_state(3, Device::cuda, true), alone = m.mixer->new_state(3, Device::cuda, true);
+  for (int round = 0; round < 2; ++round) {
+    Batch batch = Batch::of_lengths(round ? std::vector<int64_t>{2, 1, 1} : std::vector<int64_t>{7, 50, 1});
+    batch.slots = {2, 0, 1};
+    Values in = x;
+    if (round) {
+      batch.padding = {0, 1, 0, 0};  // sequence 0 has one token and a row that is none
+      for (int64_t i = 0; i < m.d(); ++i) in[m.d() + i] = NAN;
+    }
+    const Tensor all = m.mixer->forward(step.input(in.slice(0, batch.tokens() * m.d()), {batch.tokens(), m.d()}), batch, together.get()).value();
+    for (int64_t s = 0; s < 3; ++s) {
+      const int64_t a = batch.begin(s), n = round ? 1 : batch.length(s);
+      const Tensor one = m.call(step, x, a, a + n, alone.get(), batch.slots[size_t(s)]);
+      EXPECT_EQ(testing::bytes_of(one), testing::bytes_of(all.row_range(a, a + n))) << "round " << round << " sequence " << s;
+      EXPECT_EQ(together->tokens(batch.slots[size_t(s)]), alone->tokens(batch.slots[size_t(s)]));
+    }
+  }
+}
+
+// Loss on one sequence of a pack: on the GPU the gradients of the others' inputs are exactly zero, and its own are those of the sequence alone.
+TEST_P(mixer, gradients_stay_in_their_sequence_on_the_gpu) {
+  if (const std::string why = gpu::why_not(); !why.empty()) GTEST_SKIP() << why;
+  const std::vector<int64_t> lengths = {40, 0, 37, 1, 5};
+  const Batch batch = Batch::of_lengths(lengths);
+  Made m(GetParam());
+  const int64_t d = m.d(), n = batch.tokens();
+  testing::Step params(false, size_t(1) << 30, Device::cuda);
+  for (Param& p : m.params.all()) {
+    const Param& moved = params.keep(params.param(p.name, Values(std::vector<float>(p.value.f32(), p.value.f32() + p.value.size())), p.shape));
+    p.value = moved.value, p.grad = p.grad.empty() ? Tensor() : moved.grad;
+  }
+  Values x(n * d, 1), dy(n * d, 2);
+  for (int64_t s = 0; s < batch.sequences(); ++s) {
+    const int64_t a = batch.begin(s), count = batch.length(s);
+    if (count == 0) continue;
+    Values one = dy;
+    for (int64_t i = 0; i < n * d; ++i)
+      if (i < a * d || i >= (a + count) * d) one[i] = 0;
+    testing::Step packed(true, size_t(1) << 30, Device::cuda), alone(true, size_t(1) << 30, Device::cuda);
+    Var in = packed.input(x, {n, d});
+    packed.backward(m.mixer->forward(in, batch, nullptr), one);
+    Var lone = alone.input(x.slice(a * d, count * d), {count, d});
+    alone.backward(m.mixer->forward(lone, Batch::one(count), nullptr), dy.slice(a * d, count * d));
+    const HostCopy got(in.grad()), want(lone.grad());
+    for (int64_t i = 0; i < n * d; ++i)
+      if (i < a * d || i >= (a + count) * d) { ASSERT_EQ(got.f32()[i], 0.0f) << "loss on sequence " << s << ", gradient of row " << i / d; }
+    // one token of attention: what goes through its only weight is rounding
+    testing::expect_near(got.tensor().row_range(a, a + count), testing::as_double(want.tensor()), 1e-5, "sequence " + std::to_string(s));
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(every, mixer, ::testing::ValuesIn(names()), [](const auto& info) { return info.param; });
 
 }  // namespace
