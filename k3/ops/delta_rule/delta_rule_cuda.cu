@@ -184,7 +184,7 @@ __device__ void scan(const DeltaChunkArgs& a, const Chunk seq, char* shared, uin
       for (int j = 0; j < 16; ++j) state[4 * j] *= m[j].x, state[4 * j + 1] *= m[j].y, state[4 * j + 2] *= m[j].x, state[4 * j + 3] *= m[j].y;
     }
     __syncwarp();
-    if (lane == 0) arrive(empty + turn * 8);
+    arrive_warp(empty + turn * 8);
   }
   copy_wait<0>();
 
@@ -201,7 +201,7 @@ __global__ void __launch_bounds__(512, 1) delta_chunk_kernel(const __grid_consta
   char* shared = memory + (1024 - (shared_address(memory) & 1023) & 1023);
   const uint32_t barriers = shared_address(shared + 2 * kHalfBytes<kBounded> + kScanBytes);  // full[2], empty[2]
   if (threadIdx.x == 0) {
-    for (int i = 0; i < 2; ++i) barrier_init(barriers + i * 8, 128), barrier_init(barriers + 16 + i * 8, 8);
+    for (int i = 0; i < 2; ++i) barrier_init(barriers + i * 8, 128), barrier_init(barriers + 16 + i * 8, 8 * kWarpArrivals);
     barrier_init_done();
   }
   __syncthreads();

@@ -29,7 +29,7 @@ __device__ Ring make_ring(char* memory, int d) {
   Ring r;
   r.bytes = d * 2, r.slots = min(32, kRingBytes / int(r.bytes)), r.full = base, r.empty = base + 32 * 8, r.rows = base + 64 * 8;
   if (threadIdx.x == 0) {
-    for (int i = 0; i < r.slots; ++i) barrier_init(r.full + i * 8, 1), barrier_init(r.empty + i * 8, kWarps);
+    for (int i = 0; i < r.slots; ++i) barrier_init(r.full + i * 8, 1), barrier_init(r.empty + i * 8, kWarps * kWarpArrivals);
     barrier_init_done();
   }
   __syncthreads();
@@ -52,7 +52,7 @@ __device__ __forceinline__ void take(Ring& r, uint4 (&x)[2], int chunks) {
       asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];" : "=r"(x[j].x), "=r"(x[j].y), "=r"(x[j].z), "=r"(x[j].w) : "r"(r.rows + r.slot * r.bytes + c * 16));
   }
   __syncwarp();
-  if ((threadIdx.x & 31) == 0) arrive(r.empty + r.slot * 8);
+  arrive_warp(r.empty + r.slot * 8);
   r.next();
 }
 __device__ __forceinline__ void unpack(const uint4& u, float (&x)[8]) {

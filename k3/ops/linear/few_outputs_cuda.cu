@@ -75,7 +75,7 @@ const char* few_outputs_dx(const FewOutputs& a, bool accumulate, void* stream) {
 }
 const char* few_outputs_dw(const FewOutputs& a, void* stream) {
   if (const char* e = refuse(a)) return e;
-  if (a.rows == 0) return nullptr;
+  if (a.rows == 0 || a.out == 0) return nullptr;
   with_outputs(a.out, [&]<int N>() { dw_kernel<N><<<grid_of(a), kThreads, 0, stream_of(stream)>>>(a); });
   join_kernel<<<blocks_for(a.out * a.in, kThreads), kThreads, 0, stream_of(stream)>>>(a, few_outputs_parts(a.rows));
   return launched();
