@@ -24,7 +24,7 @@ if(K3_CUDA)
   endif()
   set(CMAKE_CUDA_ARCHITECTURES ${K3_CUDA_ARCHITECTURES})
   find_package(CUDAToolkit REQUIRED)
-  target_compile_definitions(k3_warnings INTERFACE K3_CUDA)
+  target_compile_definitions(k3_warnings INTERFACE K3_CUDA $<$<BOOL:${K3_RACECHECK}>:K3_RACECHECK>)
 endif()
 
 set(K3_ISA_plain  "")
@@ -108,15 +108,6 @@ function(k3_benches)  # bench/x.cpp -> build/.../bench_x; see everything
     add_executable(bench_${name} EXCLUDE_FROM_ALL ${source})
     target_link_libraries(bench_${name} PRIVATE k3_train k3_infer k3_plan k3_warnings benchmark::benchmark)
   endforeach()
-  if(K3_CUDA)  # bench/gpu/x.cpp -> build/.../gpu_x: checks a GPU kernel against double precision, then times it; see the kernels only
-    file(GLOB sources CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/bench/gpu/*.cpp)
-    foreach(source ${sources})
-      cmake_path(GET source STEM name)
-      add_executable(gpu_${name} EXCLUDE_FROM_ALL ${source})
-      target_link_libraries(gpu_${name} PRIVATE k3_ops CUDA::cudart)
-      target_include_directories(gpu_${name} PRIVATE ${CMAKE_SOURCE_DIR})
-    endforeach()
-  endif()
 endfunction()
 
 function(k3_whole_tests)  # tests/x_test.cpp: facts that no single folder can prove
@@ -128,5 +119,7 @@ function(k3_whole_tests)  # tests/x_test.cpp: facts that no single folder can pr
   add_test(NAME flags_have_an_effect COMMAND Python3::Interpreter ${CMAKE_SOURCE_DIR}/tools/check_flags.py $<TARGET_FILE:k3>)
   add_test(NAME the_table_of_choices_is_what_the_tests_are_called
            COMMAND Python3::Interpreter ${CMAKE_SOURCE_DIR}/tools/choices_table.py ${CMAKE_BINARY_DIR} --check ${CMAKE_SOURCE_DIR}/docs/choices.md)
+  add_test(NAME the_facts_on_the_gpu_are_tests_that_exist
+           COMMAND Python3::Interpreter ${CMAKE_SOURCE_DIR}/tools/gpu_facts.py ${CMAKE_SOURCE_DIR})
   add_test(NAME layers_hold COMMAND Python3::Interpreter ${CMAKE_SOURCE_DIR}/tools/check_layers.py ${CMAKE_SOURCE_DIR})
 endfunction()

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include "k3/ops/activation/activation_ref.h"
+#include "k3/ops/activation/mean.h"
 #include "k3/ops/testing.h"
 
 namespace k3 {
@@ -219,6 +220,31 @@ TEST(activation, cuda_equals_cpu) {
       step.backward(y, ones);
       return std::vector<Tensor>{y.value(), g.grad(), u.grad()};
     });
+}
+
+// Sums in double of values of float32 exponentials, which differ from the host's by a rounding or two; also where they are handed on later.
+TEST(mean, cuda_equals_cpu) {
+  if (const std::string why = gpu::why_not(); !why.empty()) GTEST_SKIP() << why;
+  for (int64_t n : {1, 5, 255, 20001, 1 << 20})
+    for (Mean of : {Mean::exp, Mean::sigmoid}) {
+      SCOPED_TRACE(fmt::format("{} of {} values", of == Mean::exp ? "exp" : "sigmoid", n));
+      const Values x(n, 1, 3, -2);
+      auto run = [&](Device device, Readback* later) {
+        testing::Step step(false, size_t(1) << 26, device);
+        step.context.later = later;
+        double got = -1;
+        mean(step.context, of, step.input(x, {n}).value(), [&](double m) { got = m; });
+        if (later) {
+          EXPECT_EQ(got, -1) << "given before it was asked for";
+          later->deliver();
+        }
+        return got;
+      };
+      const double want = run(Device::cpu, nullptr), got = run(Device::cuda, nullptr);
+      EXPECT_NEAR(got, want, 4 * 6e-8 * want);
+      Readback later;
+      EXPECT_EQ(run(Device::cuda, &later), got) << "two runs differ";
+    }
 }
 
 }  // namespace

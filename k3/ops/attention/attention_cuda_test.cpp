@@ -73,9 +73,10 @@ TEST(attention, cuda_equals_cpu) {
   auto make = [](std::vector<int64_t> lengths, int64_t heads, int64_t kv_heads, int64_t key, int64_t value) {
     return Case{lengths, Plain(Batch::of_lengths(lengths).tokens(), heads, kv_heads, key, value)};
   };
-  for (const Case& k : {make({1}, 1, 1, 16, 16), make({2}, 3, 3, 24, 7), make({63}, 4, 2, 17, 33), make({64}, 1, 1, 48, 32), make({65}, 3, 1, 16, 64),
-                        make({130}, 4, 4, 32, 1), make({300}, 4, 1, 40, 24), make({129}, 1, 1, 256, 256), make({200}, 2, 2, 192, 128),
-                        make({100, 37, 0, 64, 5, 1, 0}, 4, 2, 20, 24), make({1, 2, 3, 4, 5, 1, 1, 2}, 2, 2, 8, 8), make({0}, 2, 2, 8, 8)}) {
+  for (const Case& k :
+       {make({1}, 1, 1, 16, 16), make({2}, 3, 3, 24, 7), make({63}, 4, 2, 17, 33), make({64}, 1, 1, 48, 32), make({65}, 3, 1, 16, 64),
+        make({130}, 4, 4, 32, 1), make({70}, 2, 1, 100, 80), make({300}, 4, 1, 40, 24), make({129}, 1, 1, 256, 256), make({200}, 2, 2, 192, 128),
+        make({100, 37, 0, 64, 5, 1, 0}, 4, 2, 20, 24), make({1, 2, 3, 4, 5, 1, 1, 2}, 2, 2, 8, 8), make({0}, 2, 2, 8, 8)}) {
     SCOPED_TRACE(fmt::format("{} tokens, {} / {} heads of {} / {}", k.in.tokens(), k.in.s.heads, k.in.s.kv_heads, k.in.s.key_dim, k.in.s.value_dim));
     testing::expect_cuda_equals_cpu(tolerance(k.in.tokens() + k.in.s.key_dim), [&](Step& step) {
       const int64_t n = k.in.tokens();
@@ -128,6 +129,8 @@ TEST(attention, cuda_in_bfloat16_is_near_float32) {
                              {{300}, Plain(300, 4, 2, 64, 64)},
                              {{100, 37, 0, 64, 5, 1, 2}, Plain(209, 4, 2, 128, 128)},
                              {{77, 1, 72}, Plain(150, 4, 2, 96, 64)},
+                             {{130}, Plain(130, 2, 1, 104, 24)},
+                             {{140, 60}, Plain(200, 2, 1, 160, 40)},
                              {{200}, Plain(200, 2, 2, 192, 128)}}) {
     SCOPED_TRACE(fmt::format("{} tokens, {} / {} heads of {} / {}", in.tokens(), in.s.heads, in.s.kv_heads, in.s.key_dim, in.s.value_dim));
     testing::expect_cuda_equals_cpu(kNarrowTolerance, [&, &lengths = lengths, &in = in](Step& step) {
@@ -231,6 +234,26 @@ TEST(mla, cuda_caches_in_bfloat16_are_near_float32) {
     }
 }
 
+// Prefill and tokens one by one from a cache, for values of every number of tiles.
+TEST(attention, cuda_caches_equal_cpu) {
+  for (auto [key, value] : {std::pair<int64_t, int64_t>{40, 24}, {64, 100}, {192, 128}, {48, 130}, {256, 256}}) {
+    SCOPED_TRACE(fmt::format("{} / {}", key, value));
+    const Plain in(80, 3, 1, key, value);
+    testing::expect_cuda_equals_cpu(
+        tolerance(80 + key),
+        [&, key = key](Step& step) {
+          KvCache cache(2, in.s, step.context.device);
+          std::vector<Tensor> out;
+          for (auto [at, n] : {std::pair<int64_t, int64_t>{0, 70}, {70, 1}, {71, 5}, {76, 1}}) {
+            auto x = in.inputs(step, at, n);
+            out.push_back(attention(x[0], x[1], x[2], in.s, at_slots(Batch::of_lengths({n, 0}), {1, 0}), &cache).value());
+          }
+          return out;
+        },
+        false);
+  }
+}
+
 // On the GPU: whole = any cut = one at a time beside another sequence, to the bit.
 TEST(attention, cuda_any_cut_equals_whole) {
   if (const std::string why = gpu::why_not(); !why.empty()) GTEST_SKIP() << why;
@@ -270,7 +293,8 @@ TEST(mla, cuda_equals_cpu) {
 
 // Prefill, pieces and decode from each kind of cache, absorbed where that is cheaper; padding rows of NaN; K3's widths.
 TEST(mla, cuda_caches_equal_cpu) {
-  for (const Latent& in : {Latent(300, 3, 16, 8, 20, 40), Latent(700, 4, 16, 8, 24, 32), Latent(140, 5, 128, 64, 128, 512)})
+  for (const Latent& in :
+       {Latent(300, 3, 16, 8, 20, 40), Latent(700, 4, 16, 8, 24, 32), Latent(140, 5, 128, 64, 128, 512), Latent(90, 2, 32, 16, 32, 200)})
     for (bool deterministic : {true, false})
       for (bool keep_expanded : {true, false}) {
         if (testing::few_shapes() && in.tokens() != 140) continue;
@@ -332,6 +356,22 @@ TEST(mla, cuda_any_cut_equals_whole) {
         at += size;
       }
     }
+}
+
+TEST(attention, cuda_sizes_that_it_does_not_serve_are_refused) {
+  if (const std::string why = gpu::why_not(); !why.empty()) GTEST_SKIP() << why;
+  Step step(true, size_t(1) << 30, Device::cuda);
+  for (const Plain& in : {Plain(3, 1, 1, 16, 257), Plain(3, 1, 1, 264, 16)}) {
+    auto x = in.inputs(step, 0, 3);
+    EXPECT_THAT([&] { attention(x[0], x[1], x[2], in.s, Batch::one(3)); }, testing::throws_error("both must be 1 to 256"));
+  }
+  const Latent wide(2, 1, 16, 8, 16, 513);
+  Step decode(false, size_t(1) << 30, Device::cuda);
+  decode.context.deterministic = false;
+  LatentCache cache(1, wide.s, false, Device::cuda);
+  wide.read(decode, wide.weight(decode), at_slots(Batch::one(1), {0}), 0, &cache);  // absorbed only where that is cheaper
+  EXPECT_THAT([&] { wide.read(decode, wide.weight(decode), at_slots(Batch::one(1), {0}), 1, &cache); },
+              testing::throws_error("[attention] the GPU serves latents of rank up to 512"));
 }
 
 // A fork, what was taken back, and a sequence saved on one device that goes on on the other.

@@ -293,7 +293,13 @@ TEST(conv, what_does_not_fit_is_refused) {
 
 TEST(conv, cuda_equals_cpu) {
   for (auto [width, d] : {std::pair<int64_t, int64_t>{1, 37}, {4, 37}, {8, 37}, {4, 36}, {4, 520}})
-    for (const std::vector<int64_t>& lengths : {std::vector<int64_t>{1}, {150}, {3, 0, 70, 1, 2}}) {
+    for (const std::vector<int64_t>& lengths : {std::vector<int64_t>{1},
+                                                {150},
+                                                {3, 0, 70, 1, 2},
+                                                {1, 2, 3, 4, 5, 1, 1, 2},
+                                                {128},
+                                                {64, 64},
+                                                std::vector<int64_t>(16, 8)}) {  // the last three: the same tokens in 1, 2 and 16 rows
       for (bool padded : {false, true}) {
         Batch batch = Batch::of_lengths(lengths);
         const int64_t n = batch.tokens();

@@ -46,6 +46,34 @@ TEST(delta_rule, cuda_equals_cpu) {
         expect_equal(DeltaInputs(70, 1, K, V), Batch::one(70), tolerance(K, 70), "K " + std::to_string(K) + " V " + std::to_string(V));
 }
 
+// Every length to eight chunks of the CPU's and a bit; what lies behind the last row is NaN.
+TEST(delta_rule, cuda_equals_cpu_at_every_length) {
+  for (int64_t T = 1; T <= 130; T += testing::few_shapes() ? 43 : 1) {
+    const int64_t K = T % 3 ? 64 : 128, V = T % 2 ? 64 : 128;
+    expect_equal(DeltaInputs(T, 1, K, V), Batch::one(T), tolerance(K, T), fmt::format("T {} K {} V {}", T, K, V));
+  }
+}
+
+// Beyond 2^16 tokens that nothing forgets, through a state, against the recurrence in double: no row and no memory falls off.
+TEST(delta_rule, cuda_holds_beyond_65536_tokens_without_decay) {
+  if (const std::string why = gpu::why_not(); !why.empty()) GTEST_SKIP() << why;
+  const int64_t T = testing::few_shapes() ? 1000 : 65536 + 7, head = T - 7, K = 32, V = 48;
+  for (auto gate : {DeltaGate::none, DeltaGate::channel}) {
+    const DeltaInputs in(T, 1, K, V, gate, Decay::open);
+    const auto want = testing::delta_answer(in, Batch::one(T), {}, {}, false);
+    Step step(false, size_t(1) << 30, Device::cuda);
+    DeltaState state(in.shape(), 1, Device::cuda);
+    for (auto [from, to] : {std::pair{int64_t(0), head}, {head, T}}) {
+      const HostCopy o(testing::run_delta(step, in.part(from, to), in_slots({to - from}, {0}), &state).o.value());
+      testing::expect_near(o.tensor(), std::vector<double>(want.o.begin() + from * V, want.o.begin() + to * V), tolerance(K, T),
+                           "rows from " + std::to_string(from));
+    }
+    std::vector<float> memory(size_t(K * V));
+    state.dense(0, memory.data());
+    testing::expect_near(Tensor(memory.data(), DType::f32, {K * V}), want.s, tolerance(K, T), "memory");
+  }
+}
+
 TEST(delta_rule, cuda_equals_cpu_with_every_gate_and_packing) {
   for (auto gate : {DeltaGate::none, DeltaGate::head, DeltaGate::channel}) {
     for (auto decay : {Decay::spread, Decay::bound, Decay::mixed, Decay::open})
@@ -79,7 +107,8 @@ TEST(delta_rule, cuda_stays_exact_on_adversarial_gates_and_keys) {
   }
   for (auto gate : {DeltaGate::head, DeltaGate::channel})
     for (float strength : {-5.0f, -8.0f, -20.0f, -60.0f, -1000.0f, 0.0f})
-      for (int64_t T : {1, 16, 17, 65}) {
+      for (int64_t T : {1, 15, 16, 17, 63, 64, 65, 257}) {
+        if (testing::few_shapes() && T != 17 && T != 65) continue;
         DeltaInputs in(T, 2, 16, 16, gate);
         for (int64_t i = 0; i < in.g.size(); ++i) in.g[i] = strength != 0 ? strength : i % 2 ? -0.001f : -20.0f;
         expect_equal(in, Batch::one(T), tolerance(16, T), fmt::format("g {} T {}", strength, T));

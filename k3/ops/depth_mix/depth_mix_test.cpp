@@ -223,5 +223,24 @@ TEST(depth_mix, cuda_equals_cpu) {
   }
 }
 
+// One source, sources that are all the same (equal logits), and norms whose squares just fit.
+TEST(depth_mix, cuda_one_source_equal_logits_and_huge_norms_equal_cpu) {
+  for (auto [n, size, same] : {std::tuple{int64_t(1), 1.0, false}, {5, 1.0, true}, {4, 1e15, false}, {4, 1e-20, false}, {9, 3e3, false}}) {
+    SCOPED_TRACE(fmt::format("{} sources of size {}{}", n, size, same ? ", all the same" : ""));
+    Inputs in(n, 33, 100);
+    for (int64_t i = 0; i < n; ++i)
+      for (int64_t k = 0; k < in.v[size_t(i)].size(); ++k) in.v[size_t(i)][k] = same ? in.v[0][k] : float(in.v[size_t(i)][k] * size);
+    testing::expect_cuda_equals_cpu(2 * tolerance(100 + 33 * n), [&](Step& step) {
+      Call r = run(step, in);
+      step.backward(r.h, in.dh);
+      std::vector<Tensor> out = {r.h.value()};
+      // equal sources: the scores have no gradient but rounding
+      if (n > 1 && !same) out.insert(out.end(), {r.w->grad, r.query->grad});
+      for (const Var& v : r.v) out.push_back(v.grad());
+      return out;
+    });
+  }
+}
+
 }  // namespace
 }  // namespace k3

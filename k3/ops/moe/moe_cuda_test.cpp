@@ -179,6 +179,12 @@ TEST(moe, cuda_experts_with_kept_bfloat16_are_near_float32) {
       return moe.run(s);
     };
     testing::expect_cuda_equals_cpu(5 * 6 / 512.0, run);
+    Moe one = moe;
+    for (int64_t i = 0; i < rows * slots; ++i) one.chosen[size_t(i)] = int32_t(count - 1 - i % slots);  // all on as many experts as a token takes
+    testing::expect_cuda_equals_cpu(5 * 6 / 512.0, [&](Step& s) {
+      s.context.bf16_products = true;
+      return one.run(s);
+    });
     for (int64_t i = 0; i < rows; i += 5)
       for (int64_t k = 0; k < slots; ++k) moe.chosen[size_t(i * slots + k)] = -1;
     if (rows > 1) testing::expect_cuda_equals_cpu(5 * 6 / 512.0, run);
@@ -219,6 +225,36 @@ TEST(moe, cuda_a_token_does_not_depend_on_who_shares_its_experts) {
   first.rows = 3, first.chosen.resize(6);
   Step a(false, size_t(1) << 30, Device::cuda), b(false, size_t(1) << 30, Device::cuda);
   EXPECT_EQ(testing::bytes_of(all.run(a)[0].row_range(0, 3)), testing::bytes_of(first.run(b)[0]));
+}
+
+// Every expert's bins hold every token once, and two halves of a batch add up to the whole.
+TEST(balance, cuda_bins_sum_to_the_tokens_and_halves_to_the_whole) {
+  if (const std::string why = gpu::why_not(); !why.empty()) GTEST_SKIP() << why;
+  const int64_t rows = 333, experts = 40, bins = 64;
+  const Router router(rows, experts);
+  Step step(false, size_t(1) << 30, Device::cuda);
+  Param& gate = step.keep(step.param("gate", router.gate, {experts, router.d}, false));
+  const Tensor bias = step.param("bias", router.bias, {experts}, false).value;
+  auto counts = [&](int64_t from, int64_t to) {
+    Batch batch = Batch::one(to - from);
+    for (int64_t i = from; i < to; ++i) batch.padding.push_back(i % 9 == 4);
+    Router part = router;
+    part.rows = to - from, part.x = router.x.slice(from * router.d, (to - from) * router.d);
+    const Routing r = part.run(step, step.input(part.x, {to - from, router.d}), gate, {.top_k = 4}, batch);
+    MarginHistogram h(bias, bins);
+    observe(h, r, batch);
+    return h;
+  };
+  const MarginHistogram whole = counts(0, rows);
+  EXPECT_EQ(whole.tokens, rows - rows / 9);
+  for (int64_t e = 0; e < experts; ++e)
+    EXPECT_EQ(std::accumulate(whole.counts.begin() + e * bins, whole.counts.begin() + (e + 1) * bins, int64_t(0)), whole.tokens) << "expert " << e;
+  for (int64_t cut : {1, 32, 200, 332}) {
+    MarginHistogram sum = counts(0, cut);
+    sum.add(counts(cut, rows));
+    EXPECT_EQ(sum.counts, whole.counts) << cut;
+    EXPECT_EQ(sum.tokens, whole.tokens) << cut;
+  }
 }
 
 TEST(balance, cuda_counts_equal_cpu) {

@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <array>
 #include <numeric>
 
 #include "k3/ops/moe/route_cuda.h"
@@ -65,6 +66,45 @@ TEST(route_kernel, cuda_chooses_as_a_sort_does) {
         }
       }
     }
+  }
+}
+
+// Rows by expert and then by token: padding has none, an expert may have none or all.
+TEST(route_kernel, cuda_rows_lie_by_expert_and_then_by_token) {
+  if (const std::string why = gpu::why_not(); !why.empty()) GTEST_SKIP() << why;
+  if constexpr (gpu::kBuilt) {
+    for (auto [T, E, K] : {std::array<int, 3>{301, 896, 16}, {301, 64, 6}, {77, 33, 31}, {1, 2, 1}, {4000, 8, 2}})
+      for (bool one : {false, true}) {
+        SCOPED_TRACE(fmt::format("{} tokens, {} experts, top {}{}", T, E, K, one ? ", all on the last ones" : ""));
+        std::vector<int32_t> chosen;
+        std::vector<float> weights;
+        for (int t = 0; t < T; ++t)
+          for (int k = 0; k < K; ++k)
+            chosen.push_back(t % 9 == 7 ? -1 : one ? E - 1 - k : (t * 13 + k * (E / K)) % E), weights.push_back(float(t) + float(k) / 64);
+        Step step(false, size_t(1) << 28, Device::cuda);
+        auto ints = [&](int64_t n) { return step.arena().lend(DType::i32, {n}); };
+        auto floats = [&](int64_t n) { return step.arena().lend(DType::f32, {n}); };
+        Tensor c = ints(T * K), w = floats(T * K), begins = ints(E + 1), gather = ints(T * K), row_weight = floats(T * K), where = ints(T * K);
+        Tensor counts = ints(cuda::sort_rows_counts(T, K, E));
+        write(c, chosen.data()), write(w, weights.data());
+        gpu::check(
+            cuda::sort_rows({c.i32(), w.f32(), T, E, K, begins.i32(), gather.i32(), row_weight.f32(), where.i32(), counts.i32()}, gpu::stream()));
+        const HostCopy b(begins), g(gather), rw(row_weight), at(where);
+        int32_t row = 0;
+        for (int e = 0; e < E; ++e) {
+          ASSERT_EQ(b.i32()[e], row) << "expert " << e;
+          for (int i = 0; i < T * K; ++i) {
+            if (chosen[size_t(i)] != e) continue;
+            ASSERT_EQ(g.i32()[row], i / K) << "row " << row;
+            ASSERT_EQ(rw.f32()[row], weights[size_t(i)]) << "row " << row;
+            ASSERT_EQ(at.i32()[i], row) << "row " << row;
+            ++row;
+          }
+        }
+        EXPECT_EQ(b.i32()[E], row);
+        for (int i = 0; i < T * K; ++i)
+          if (chosen[size_t(i)] < 0) { ASSERT_EQ(at.i32()[i], -1); }
+      }
   }
 }
 

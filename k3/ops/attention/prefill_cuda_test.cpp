@@ -1,14 +1,17 @@
-// Causal attention of prefill and training on the GPU against a double-precision softmax, and its time.
-#include "bench/gpu/gpu.h"
+// Causal attention of prefill, 192 / 128, against a softmax in double: ragged and empty sequences, more keys than queries, a sequence of NaN.
+#include <fmt/format.h>
+#include <gtest/gtest.h>
+
 #include "k3/ops/attention/attention_cuda.h"
+#include "k3/ops/kernel_testing.h"
 
-using namespace k3;
-using namespace k3::gpu;
-
+namespace k3::testing {
 namespace {
 
+using prefill_kernel = kernel;
+
 void check(int heads, double sharp, bool gated) {
-  Rng rng(5);
+  Random rng(5);
   const std::vector<std::pair<int, int>> shapes = {{1, 1},     {5, 5},   {64, 64},  {50, 50}, {128, 128}, {129, 129},
                                                    {200, 200}, {1, 300}, {70, 333}, {0, 10},  {127, 255}, {300, 300}};
   const int poisoned = 3;  // this sequence is NaN: nobody else may notice
@@ -16,8 +19,8 @@ void check(int heads, double sharp, bool gated) {
   int longest = 0;
   for (auto [n, m] : shapes) qb.push_back(qb.back() + n), kb.push_back(kb.back() + m), longest = std::max(longest, n);
   const int64_t nq = qb.back(), nk = kb.back();
-  auto q = gpu::to_bf16(normals(nq * heads * 192, rng, 0, sharp)), kv = gpu::to_bf16(normals(nk * heads * 256, rng)),
-       sh = gpu::to_bf16(normals(nk * 72, rng)), gate = gpu::to_bf16(normals(nq * heads * 128, rng));
+  auto q = narrowed(rng.normals(nq * heads * 192, 0, sharp)), kv = narrowed(rng.normals(nk * heads * 256)), sh = narrowed(rng.normals(nk * 72)),
+       gate = narrowed(rng.normals(nq * heads * 128));
   for (int64_t i = kb[poisoned] * heads * 256; i < kb[poisoned + 1] * heads * 256; ++i) kv[i] = bf16{0x7fff};
   std::vector<double> right(nq * heads * 128, 0.), lse(nq * heads), largest(nq * heads), raw(nq * heads * 128, 0.);
   const double scale = 1 / std::sqrt(192.);
@@ -43,9 +46,9 @@ void check(int heads, double sharp, bool gated) {
           right[(row * heads + h) * 128 + c] = gated ? o / (1 + std::exp(-double(to_float(gate[(row * heads + h) * 128 + c])))) : o;
         }
       }
-  Buffer<bf16> dq(q), dkv(kv), dsh(sh), dg(gate), o(nq * heads * 128);
-  Buffer<float> dl(nq * heads), dm(nq * heads), dr(nq * heads * 128);
-  Buffer<int> dqb(qb), dkb(kb);
+  There<bf16> dq(q), dkv(kv), dsh(sh), dg(gate), o(nq * heads * 128);
+  There<float> dl(nq * heads), dm(nq * heads), dr(nq * heads * 128);
+  There<int> dqb(qb), dkb(kb);
   cuda::PrefillArgs a{dq.data,  dkv.data,     dkv.data + 128,
                       dsh.data, heads * 192,  heads * 256,
                       256,      72,           heads * 128,
@@ -54,47 +57,24 @@ void check(int heads, double sharp, bool gated) {
                       nk,       float(scale), gated ? dg.data : nullptr,
                       o.data,   dl.data,      dm.data,
                       dr.data};
-  launched(prefill_forward(a, nullptr));
-  GPU(cudaDeviceSynchronize());
+  K3_LAUNCH(prefill_forward(a, gpu::stream()));
   auto first = o.download();
   auto drop = [&](std::vector<double> v, bool by_head) {  // without the poisoned sequence
     const int64_t width = heads * (by_head ? 1 : 128);
     std::fill(v.begin() + qb[poisoned] * width, v.begin() + qb[poisoned + 1] * width, 0.);
     return v;
   };
-  std::string name = "prefill, " + std::to_string(heads) + " heads, queries x " + std::to_string(sharp) + (gated ? ", gated, " : ", ");
-  expect(name + "output", error(drop(widen(first), false), drop(right, false)), 5e-3);  // P and o in bf16
-  expect(name + "log-sum", error(drop(widen(dl.download()), true), drop(lse, true)), 1e-5);
-  expect(name + "largest logit", error(drop(widen(dm.download()), true), drop(largest, true)), 1e-5);
-  expect(name + "output before the gate", error(drop(widen(dr.download()), false), drop(raw, false)), 3e-3);
+  SCOPED_TRACE(fmt::format("{} heads, queries x {}{}", heads, sharp, gated ? ", gated" : ""));
+  expect_error("output", error(drop(widened(first), false), drop(right, false)), 5e-3);  // P and o in bf16
+  expect_error("log-sum", error(drop(widened(dl.download()), true), drop(lse, true)), 1e-5);
+  expect_error("largest logit", error(drop(widened(dm.download()), true), drop(largest, true)), 1e-5);
+  expect_error("output before the gate", error(drop(widened(dr.download()), false), drop(raw, false)), 3e-3);
   o.poison();
-  launched(prefill_forward(a, nullptr));
-  GPU(cudaDeviceSynchronize());
-  expect_true(name + "two runs are bitwise equal", same_bits(first, o.download()));
+  K3_LAUNCH(prefill_forward(a, gpu::stream()));
+  EXPECT_TRUE(same(first, o.download())) << "two runs differ";
 }
 
-void time(int sequences, int tokens, int heads, double floor, bool gated) {
-  Rng rng(6);
-  const int64_t N = int64_t(sequences) * tokens;
-  Buffer<bf16> q(many_normals(N * heads * 192, rng)), kv(many_normals(N * heads * 256, rng)), sh(many_normals(N * 64, rng)),
-      gate(many_normals(N * heads * 128, rng)), o(N * heads * 128);
-  Buffer<float> lse(N * heads);
-  std::vector<int> begins;
-  for (int i = 0; i <= sequences; ++i) begins.push_back(i * tokens);
-  Buffer<int> b(begins);
-  cuda::PrefillArgs a{q.data, kv.data, kv.data + 128, sh.data, heads * 192, heads * 256, 256, 64,      heads * 128,
-                      b.data, b.data,  sequences,     heads,   tokens,      N,           N,   0.0722f, gated ? gate.data : nullptr,
-                      o.data, lse.data};
-  report("MLA prefill, " + std::to_string(sequences) + " x " + std::to_string(tokens) + ", " + std::to_string(heads) + " heads" +
-             (gated ? ", gated" : ""),
-         time_us([&](int, cudaStream_t s) { launched(prefill_forward(a, s)); }, 1, 20), floor);
-}
+TEST_F(prefill_kernel, cuda_equals_a_softmax_in_double) { check(2, 1, false), check(3, 3, true); }
 
 }  // namespace
-
-int main(int argc, char** argv) {
-  if (wants(argc, argv, "check")) check(2, 1, false), check(3, 3, true);
-  if (wants(argc, argv, "time")) time(1, 8192, 96, 2610, false), time(1, 8192, 96, 2657, true), time(8, 1024, 96, 326, false);
-  std::printf("%d failures\n", failures);
-  return failures != 0;
-}
+}  // namespace k3::testing

@@ -1,11 +1,13 @@
-// Newton-Schulz on the GPU: against the plain iteration in double precision, and its time.
-#include "bench/gpu/gpu.h"
+// Newton-Schulz per head in the Gram form against the plain iteration in double.
+#include <gtest/gtest.h>
+
 #include "k3/ops/update/newton_schulz_cuda.h"
+#include "k3/ops/kernel_testing.h"
 
-using namespace k3;
-using namespace k3::gpu;
-
+namespace k3::testing {
 namespace {
+
+using newton_schulz_kernel = kernel;
 
 const float kFive[5][3] = {{3.4445f, -4.7750f, 2.0315f},
                            {3.4445f, -4.7750f, 2.0315f},
@@ -43,46 +45,30 @@ std::vector<double> plain(const bf16* g, int n, double safety) {  // (128, n)
   return x;
 }
 
-void check() {
+// Rows of one size; of sizes over three decades; zeros.
+TEST_F(newton_schulz_kernel, cuda_equals_the_plain_iteration_in_double) {
   const int heads = 3, n = 384, D = 128;
-  Rng rng(4);
+  Random rng(4);
   std::vector<float> g(heads * D * n, 0.f);
   for (int h = 0; h < 2; ++h)  // rows of very different size: singular values over three decades; the third block is zero
     for (int i = 0; i < D; ++i) {
       double size = std::pow(10., h == 0 ? 0. : -3. * i / D);
       for (int k = 0; k < n; ++k) g[(h * D + i) * n + k] = float(size * rng.normal());
     }
-  auto g16 = gpu::to_bf16(g);
-  Buffer<bf16> dg(g16), x(heads * D * n), q(heads * 2 * D * D);
-  Buffer<float> gram(heads * D * D);
+  auto g16 = narrowed(g);
+  There<bf16> dg(g16), x(heads * D * n), q(heads * 2 * D * D);
+  There<float> gram(heads * D * D);
   cuda::NewtonSchulzArgs a{dg.data, heads, n, 5, kFive, 1.01f, gram.data, q.data, x.data};
-  launched(newton_schulz(a, nullptr));
-  GPU(cudaDeviceSynchronize());
+  K3_LAUNCH(newton_schulz(a, gpu::stream()));
   auto first = x.download();
   for (int h = 0; h < heads; ++h) {
-    std::vector<double> got = widen(std::vector<bf16>(first.begin() + h * D * n, first.begin() + (h + 1) * D * n));
-    expect("Newton-Schulz, block " + std::to_string(h), error(got, plain(&g16[h * D * n], n, 1.01)), 3e-3);  // result in bf16: 1.7e-3
+    std::vector<double> got = widened(std::vector<bf16>(first.begin() + h * D * n, first.begin() + (h + 1) * D * n));
+    expect_error("block " + std::to_string(h), error(got, plain(&g16[h * D * n], n, 1.01)), 3e-3);  // result in bf16: 1.7e-3
   }
   x.poison(), gram.poison(), q.poison();
-  launched(newton_schulz(a, nullptr));
-  GPU(cudaDeviceSynchronize());
-  expect_true("Newton-Schulz, two runs are bitwise equal", same_bits(first, x.download()));
-}
-
-void time() {
-  const int heads = 96, n = 7168, D = 128;
-  Rng rng(4);
-  Buffer<bf16> g(many_normals(int64_t(heads) * D * n, rng)), x(int64_t(heads) * D * n), q(heads * 2 * D * D);
-  Buffer<float> gram(heads * D * D);
-  cuda::NewtonSchulzArgs a{g.data, heads, n, 5, kFive, 1.01f, gram.data, q.data, x.data};
-  report("Newton-Schulz, 96 x 128 x 7168", time_us([&](int, cudaStream_t s) { launched(newton_schulz(a, s)); }), 123);
+  K3_LAUNCH(newton_schulz(a, gpu::stream()));
+  EXPECT_TRUE(same(first, x.download())) << "two runs differ";
 }
 
 }  // namespace
-
-int main(int argc, char** argv) {
-  if (wants(argc, argv, "check")) check();
-  if (wants(argc, argv, "time")) time();
-  std::printf("%d failures\n", failures);
-  return failures != 0;
-}
+}  // namespace k3::testing
