@@ -3,6 +3,7 @@
 #   *.cu        GPU kernels and launchers, with K3_CUDA              other *.cpp  the library
 add_library(k3_warnings INTERFACE)
 target_compile_options(k3_warnings INTERFACE $<$<COMPILE_LANGUAGE:CXX>:-Wall -Wextra -Wpedantic -Werror -Wno-psabi -Wno-missing-field-initializers>)
+target_compile_options(k3_warnings INTERFACE "$<$<COMPILE_LANGUAGE:CUDA>:SHELL:-Werror all-warnings>")
 target_include_directories(k3_warnings INTERFACE ${CMAKE_SOURCE_DIR})
 if(K3_SANITIZE)
   target_compile_options(k3_warnings INTERFACE $<$<COMPILE_LANGUAGE:CXX>:-fsanitize=${K3_SANITIZE} -fno-omit-frame-pointer -fno-sanitize-recover=all>)
