@@ -204,9 +204,7 @@ void add_chat(CLI::App& app) {
       ->check(CLI::Range(0.0, 1.0))
       ->capture_default_str();
   c->add_option("--seed", f->settings.generate.sample.seed, "the same seed gives the same answers")->capture_default_str();
-  c->add_option("--prefill-chunk", f->settings.session.prefill_chunk, "tokens read at once; bounds memory")
-      ->check(CLI::PositiveNumber)
-      ->capture_default_str();
+  add_prefill_chunk(*c, f->settings.session.prefill_chunk, f->load);
   add_dense(*c, f->load);
   add_device(c, f->load);
   c->add_flag("--fast", f->fast, "absorbed attention in decode: a smaller cache, results equal to rounding in place of to the bit");

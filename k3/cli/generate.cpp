@@ -111,7 +111,7 @@ void add_generate(CLI::App& app) {
   c->add_option("--stop", f->options.stop, "end before this string (may be given several times)")->type_size(1)->allow_extra_args(false);
   c->add_flag("--ignore-eos", f->ignore_eos, "go on past end tokens");
   c->add_flag("--show-specials", f->options.show_specials, "print special tokens by name");
-  c->add_option("--prefill-chunk", f->chunk, "prompt tokens read at once; bounds memory")->check(CLI::PositiveNumber)->capture_default_str();
+  add_prefill_chunk(*c, f->chunk, f->load);
   add_dense(*c, f->load);
   c->add_flag("--fast", f->fast, "absorbed attention in decode: a smaller cache, results equal to rounding in place of to the bit");
   add_device(c, f->load);

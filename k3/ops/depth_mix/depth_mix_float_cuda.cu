@@ -1,6 +1,9 @@
 // A block a token. Bound by memory: each source is read for its sums and, from the cache, once more for the mix. du: a block walks
 // kDepthMixBlock tokens in order; then the blocks' sums are added in order.
+#include <algorithm>
+
 #include "k3/core/block.cuh"
+#include "k3/core/tile.cuh"
 #include "k3/ops/depth_mix/depth_mix_float_cuda.h"
 
 namespace k3::cuda {
@@ -139,6 +142,136 @@ __global__ void __launch_bounds__(256, 2) rows_backward_kernel(const DepthMixArg
 }
 bool by_rows(const DepthMixArgs& a) { return a.d % 4 == 0 && a.d <= 1024 && a.n <= kFew; }
 
+// ---- wide rows: a block a token at a time, all its sources' loads in flight together, one sum over the block for all of them ----------------------
+constexpr int kMany = 16, kWideQuads = 8;  // sources; float4 of a row that a thread has
+bool wide(const DepthMixArgs& a) { return a.d % 4 == 0 && a.d <= 4 * kWideQuads * kThreads && a.n <= kMany; }
+
+// The sums of x[0..31] over the block, in `all`; call with a barrier between two calls' last reads.
+__device__ __forceinline__ void block_sums32(const float (&x)[2 * kMany], float (&warps)[kThreads / 32][2 * kMany], float (&all)[2 * kMany]) {
+  const int lane = threadIdx.x & 31;
+  warps[threadIdx.x >> 5][lane] = warp_sums(x);
+  __syncthreads();
+  if (threadIdx.x < 2 * kMany) {
+    float sum = warps[0][lane];
+#pragma unroll
+    for (int w = 1; w < kThreads / 32; ++w) sum += warps[w][lane];
+    all[lane] = sum;
+  }
+  __syncthreads();
+}
+__device__ __forceinline__ float dot4(const float4& x, const float4& y, float sum) { return fmaf(x.w, y.w, fmaf(x.z, y.z, fmaf(x.y, y.y, fmaf(x.x, y.x, sum)))); }
+// A thread's share of a row; zeros behind its end.
+struct Share {
+  float4 x[kWideQuads];
+  __device__ __forceinline__ void load(const float* row, int quads) {
+#pragma unroll
+    for (int j = 0; j < kWideQuads; ++j) {
+      const int c = j * kThreads + int(threadIdx.x);
+      x[j] = c < quads ? reinterpret_cast<const float4*>(row)[c] : make_float4(0, 0, 0, 0);
+    }
+  }
+};
+__device__ __forceinline__ float4 times4(const float4& x, const float4& y) { return make_float4(x.x * y.x, x.y * y.y, x.z * y.z, x.w * y.w); }
+
+__global__ void __launch_bounds__(kThreads) wide_forward_kernel(const DepthMixArgs a, const Sources s) {
+  __shared__ float warps[kThreads / 32][2 * kMany], all[2 * kMany];
+  const int n = int(a.n), quads = int(a.d / 4);
+  for (int64_t t = blockIdx.x; t < a.rows; t += gridDim.x) {
+    float sums[2 * kMany] = {};
+    Share v, u;
+    u.load(a.w, quads), v.load(a.query, quads);
+#pragma unroll
+    for (int j = 0; j < kWideQuads; ++j) u.x[j] = times4(u.x[j], v.x[j]);
+#pragma unroll
+    for (int i = 0; i < kMany; ++i) {
+      if (i >= n) break;
+      v.load(s.v[i] + t * a.d, quads);
+#pragma unroll
+      for (int j = 0; j < kWideQuads; ++j) sums[i] = dot4(v.x[j], u.x[j], sums[i]), sums[kMany + i] = dot4(v.x[j], v.x[j], sums[kMany + i]);
+    }
+    block_sums32(sums, warps, all);
+    float top = -INFINITY, total = 0.f, weight[kMany];
+#pragma unroll
+    for (int i = 0; i < kMany; ++i) {
+      if (i >= n) break;
+      const float r = 1.f / sqrtf(all[kMany + i] / float(a.d) + a.eps);
+      weight[i] = r * all[i];
+      if (threadIdx.x == 0) a.r[t * n + i] = r, a.s[t * n + i] = weight[i];
+      top = weight[i] > top ? weight[i] : top;
+    }
+#pragma unroll
+    for (int i = 0; i < kMany; ++i)
+      if (i < n) total += weight[i] = expf(weight[i] - top);
+#pragma unroll
+    for (int i = 0; i < kMany; ++i) {
+      if (i >= n) break;
+      weight[i] /= total;
+      if (threadIdx.x == 0) a.a[t * n + i] = weight[i];
+    }
+#pragma unroll
+    for (int j = 0; j < kWideQuads; ++j) u.x[j] = make_float4(0, 0, 0, 0);  // now the mix
+#pragma unroll
+    for (int i = 0; i < kMany; ++i) {
+      if (i >= n) break;
+      v.load(s.v[i] + t * a.d, quads);
+#pragma unroll
+      for (int j = 0; j < kWideQuads; ++j)
+        u.x[j] = make_float4(fmaf(weight[i], v.x[j].x, u.x[j].x), fmaf(weight[i], v.x[j].y, u.x[j].y), fmaf(weight[i], v.x[j].z, u.x[j].z),
+                             fmaf(weight[i], v.x[j].w, u.x[j].w));
+    }
+#pragma unroll
+    for (int j = 0; j < kWideQuads; ++j)
+      if (const int c = j * kThreads + int(threadIdx.x); c < quads) reinterpret_cast<float4*>(a.h + t * a.d)[c] = u.x[j];
+    __syncthreads();  // `all` has been read
+  }
+}
+
+// A block is kBackRows tokens; a thread keeps its channels' share of du over them.
+__global__ void __launch_bounds__(kThreads, 2) wide_backward_kernel(const DepthMixArgs a, const Sources s, const Gradients g) {
+  __shared__ float warps[kThreads / 32][2 * kMany], all[2 * kMany];
+  const int n = int(a.n), quads = int(a.d / 4);
+  const int64_t first = int64_t(blockIdx.x) * kBackRows, end = min(a.rows, first + kBackRows);
+  float4 du[kWideQuads] = {};
+  for (int64_t t = first; t < end; ++t) {
+    float sums[2 * kMany] = {};
+    Share dh, v;
+    dh.load(a.dh + t * a.d, quads);
+#pragma unroll
+    for (int i = 0; i < kMany; ++i) {
+      if (i >= n) break;
+      v.load(s.v[i] + t * a.d, quads);
+#pragma unroll
+      for (int j = 0; j < kWideQuads; ++j) sums[i] = dot4(v.x[j], dh.x[j], sums[i]);
+    }
+    block_sums32(sums, warps, all);
+    float mean = 0.f;
+    for (int i = 0; i < n; ++i) mean += a.a[t * n + i] * all[i];
+#pragma unroll 1
+    for (int i = 0; i < n; ++i) {
+      const int64_t at = t * n + i;
+      const float weight = a.a[at], r = a.r[at], dr = weight * (all[i] - mean) * r, back = -dr * a.s[at] * r / float(a.d);
+      v.load(s.v[i] + t * a.d, quads);
+#pragma unroll
+      for (int j = 0; j < kWideQuads; ++j) {
+        const int c = j * kThreads + int(threadIdx.x);
+        if (c >= quads) continue;
+        const float4 u = times4(reinterpret_cast<const float4*>(a.w)[c], reinterpret_cast<const float4*>(a.query)[c]), x = dh.x[j], z = v.x[j];
+        float4* to = reinterpret_cast<float4*>(g.dv[i] + t * a.d) + c;
+        float4 y = g.fresh[i] ? make_float4(0, 0, 0, 0) : *to;
+        y.x += fmaf(weight, x.x, fmaf(dr, u.x, back * z.x)), y.y += fmaf(weight, x.y, fmaf(dr, u.y, back * z.y));
+        y.z += fmaf(weight, x.z, fmaf(dr, u.z, back * z.z)), y.w += fmaf(weight, x.w, fmaf(dr, u.w, back * z.w));
+        *to = y;
+        du[j].x = fmaf(dr, z.x, du[j].x), du[j].y = fmaf(dr, z.y, du[j].y), du[j].z = fmaf(dr, z.z, du[j].z), du[j].w = fmaf(dr, z.w, du[j].w);
+      }
+    }
+    __syncthreads();
+  }
+  if (!a.partial) return;
+#pragma unroll
+  for (int j = 0; j < kWideQuads; ++j)
+    if (const int c = j * kThreads + int(threadIdx.x); c < quads) reinterpret_cast<float4*>(a.partial + int64_t(blockIdx.x) * a.d)[c] = du[j];
+}
+
 __global__ void __launch_bounds__(kThreads) forward_kernel(const DepthMixArgs a, const Sources s) {
   __shared__ float part[33], weight[kDepthMixSources];
   const int64_t t = blockIdx.x;
@@ -237,7 +370,10 @@ const char* depth_mix_forward(const DepthMixArgs& a, void* stream) {
     else rows_forward_kernel<8><<<blocks_for(a.rows, 8), 256, 0, stream_of(stream)>>>(a, s);
     return launched();
   }
-  forward_kernel<<<unsigned(a.rows), kThreads, 0, stream_of(stream)>>>(a, s);
+  if (wide(a))
+    wide_forward_kernel<<<unsigned(std::min<int64_t>(a.rows, 132 * 8)), kThreads, 0, stream_of(stream)>>>(a, s);
+  else
+    forward_kernel<<<unsigned(a.rows), kThreads, 0, stream_of(stream)>>>(a, s);
   return launched();
 }
 
@@ -252,6 +388,12 @@ const char* depth_mix_backward(const DepthMixArgs& a, const bool* fresh, void* s
     const size_t bytes = size_t(32 * a.d);
     if (a.d <= 512) rows_backward_kernel<4><<<unsigned(parts), 256, bytes, stream_of(stream)>>>(a, s, g);
     else rows_backward_kernel<8><<<unsigned(parts), 256, bytes, stream_of(stream)>>>(a, s, g);
+    if (a.partial) join_kernel<<<blocks_for(a.d, 32), 256, 0, stream_of(stream)>>>(a, parts);
+    return launched();
+  }
+  if (wide(a)) {
+    const int64_t parts = (a.rows + kBackRows - 1) / kBackRows;
+    wide_backward_kernel<<<unsigned(parts), kThreads, 0, stream_of(stream)>>>(a, s, g);
     if (a.partial) join_kernel<<<blocks_for(a.d, 32), 256, 0, stream_of(stream)>>>(a, parts);
     return launched();
   }

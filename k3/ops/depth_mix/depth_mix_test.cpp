@@ -209,11 +209,23 @@ TEST(depth_mix, the_null_device_needs_the_same_memory_to_the_byte) {
   EXPECT_EQ(peak(Device::null), peak(Device::cpu));
 }
 
+// Both devices may be as far from double as the CPU's kernel; the worst of a million elements is further out than that of thousands.
 TEST(depth_mix, cuda_equals_cpu) {
-  for (auto [n, rows, d] :
-       {std::array<int64_t, 3>{2, 1, 5}, {2, 3, 17}, {9, 33, 64}, {3, 65, 100}, {20, 2, 259}, {2, 0, 8}, {8, 35, 600}, {3, 70, 1024}, {1, 17, 512}}) {
+  for (auto [n, rows, d] : {std::array<int64_t, 3>{2, 1, 5},
+                            {2, 3, 17},
+                            {9, 33, 64},
+                            {3, 65, 100},
+                            {20, 2, 259},
+                            {2, 0, 8},
+                            {8, 35, 600},
+                            {3, 70, 1024},
+                            {1, 17, 512},
+                            {2, 35, 1028},
+                            {9, 40, 7168},
+                            {16, 5, 2048},
+                            {17, 3, 1028}}) {
     Inputs in(n, rows, d);
-    testing::expect_cuda_equals_cpu(2 * tolerance(d + rows * n), [&](Step& step) {
+    testing::expect_cuda_equals_cpu(2.5 * tolerance(d + rows * n), [&](Step& step) {
       Call r = run(step, in);
       step.backward(r.h, in.dh);
       std::vector<Tensor> out = {r.h.value(), r.w->grad, r.query->grad};

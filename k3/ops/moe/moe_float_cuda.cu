@@ -194,14 +194,31 @@ __global__ void __launch_bounds__(256) gather_kernel(const DispatchArgs a, const
   for (int64_t c = threadIdx.x & 31; c < a.d; c += 32) a.to[r * a.d + c] = from[c];
 }
 
-template <bool kAdd>
-__global__ void __launch_bounds__(256) combine_kernel(const DispatchArgs a) {
-  const int64_t i = int64_t(blockIdx.x) * 256 + threadIdx.x, t = i / a.d, c = i % a.d;
-  if (t >= a.tokens) return;
-  float u = 0.f;
-  for (int64_t k = 0; k < a.slots; ++k)
-    if (const int row = a.row_of_pair[t * a.slots + k]; row >= 0) u = __fmaf_rn(a.weights ? a.weights[t * a.slots + k] : 1.f, a.from[row * a.d + c], u);
-  a.to[i] = kAdd ? a.to[i] + u : u;
+template <bool kAdd, int kEach>  // channels a thread
+__global__ void __launch_bounds__(128) combine_kernel(const DispatchArgs a) {
+  const int64_t t = blockIdx.x, c = (int64_t(blockIdx.y) * 128 + threadIdx.x) * kEach;
+  if (c >= a.d) return;
+  float u[kEach] = {};
+  for (int64_t k = 0; k < a.slots; ++k) {
+    const int row = a.row_of_pair[t * a.slots + k];
+    if (row < 0) continue;
+    const float weight = a.weights ? a.weights[t * a.slots + k] : 1.f;
+    float x[kEach];
+    if constexpr (kEach == 8) load8(a.from + row * a.d + c, x);
+    else x[0] = a.from[row * a.d + c];
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) u[i] = __fmaf_rn(weight, x[i], u[i]);
+  }
+  float* to = a.to + t * a.d + c;
+  if constexpr (kEach == 8) {
+    float old[8] = {};
+    if (kAdd) load8(to, old);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) u[i] = kAdd ? old[i] + u[i] : u[i];
+    store8(to, u);
+  } else {
+    *to = kAdd ? *to + u[0] : u[0];
+  }
 }
 
 __global__ void __launch_bounds__(256) weigh_kernel(const PairArgs a, const int64_t* rows) {
@@ -295,12 +312,12 @@ const char* gather(const DispatchArgs& a, const int64_t* rows, void* stream) {
 }
 
 const char* combine(const DispatchArgs& a, bool add, void* stream) {
-  const int64_t blocks = (a.tokens * a.d + 255) / 256;
-  if (blocks == 0) return nullptr;
-  if (add)
-    combine_kernel<true><<<unsigned(blocks), 256, 0, cudaStream_t(stream)>>>(a);
-  else
-    combine_kernel<false><<<unsigned(blocks), 256, 0, cudaStream_t(stream)>>>(a);
+  if (a.tokens * a.d == 0) return nullptr;
+  const int64_t each = a.d % 8 == 0 ? 8 : 1;
+  const dim3 blocks(unsigned(a.tokens), unsigned((a.d + 128 * each - 1) / (128 * each)));
+  auto launch = [&](auto kernel) { kernel<<<blocks, 128, 0, cudaStream_t(stream)>>>(a); };
+  if (each == 8) launch(add ? combine_kernel<true, 8> : combine_kernel<false, 8>);
+  else launch(add ? combine_kernel<true, 1> : combine_kernel<false, 1>);
   return result();
 }
 

@@ -152,6 +152,52 @@ __global__ void __launch_bounds__(256) rows_backward_kernel(const cpu::NormArgs 
   }
 }
 
+// The same for wide rows of up to 1024 Q channels: a block has a row at a time, kNormPart one after another.
+template <int Q>
+__global__ void __launch_bounds__(256, 2) wide_backward_kernel(const cpu::NormArgs a, bool fresh) {
+  __shared__ float part[33];
+  const int t = threadIdx.x, quads = int(a.d / 4);
+  const int64_t first = int64_t(blockIdx.x) * kNormPart, end = min(a.rows, first + kNormPart);
+  float4 dw[Q] = {};
+  for (int64_t n = first; n < end; ++n) {
+    const float4 *x = reinterpret_cast<const float4*>(a.x + n * a.d), *dy = reinterpret_cast<const float4*>(a.dy + n * a.d);
+    float4* dx = reinterpret_cast<float4*>(a.dx + n * a.d);
+    float4 h[Q], g[Q];
+#pragma unroll
+    for (int j = 0; j < Q; ++j) {
+      const int i = j * 256 + t;
+      h[j] = i < quads ? x[i] : make_float4(0, 0, 0, 0), g[j] = i < quads ? dy[i] : make_float4(0, 0, 0, 0);
+    }
+    const float r = a.r[n];
+    float sum = 0.f;
+#pragma unroll
+    for (int j = 0; j < Q; ++j) {
+      const float4 w = j * 256 + t < quads ? reinterpret_cast<const float4*>(a.w)[j * 256 + t] : make_float4(0, 0, 0, 0);
+      h[j].x *= r, h[j].y *= r, h[j].z *= r, h[j].w *= r;
+      dw[j].x = fmaf(g[j].x, h[j].x, dw[j].x), dw[j].y = fmaf(g[j].y, h[j].y, dw[j].y), dw[j].z = fmaf(g[j].z, h[j].z, dw[j].z),
+      dw[j].w = fmaf(g[j].w, h[j].w, dw[j].w);
+      g[j].x *= w.x, g[j].y *= w.y, g[j].z *= w.z, g[j].w *= w.w;
+      sum = fmaf(g[j].x, h[j].x, sum), sum = fmaf(g[j].y, h[j].y, sum), sum = fmaf(g[j].z, h[j].z, sum), sum = fmaf(g[j].w, h[j].w, sum);
+    }
+    const float mean = block_sum_f32(sum, part) / float(a.d);
+#pragma unroll
+    for (int j = 0; j < Q; ++j) {
+      const int i = j * 256 + t;
+      if (i >= quads) continue;
+      float4 y = make_float4(r * (g[j].x - h[j].x * mean), r * (g[j].y - h[j].y * mean), r * (g[j].z - h[j].z * mean), r * (g[j].w - h[j].w * mean));
+      if (!fresh) {
+        const float4 old = dx[i];
+        y.x += old.x, y.y += old.y, y.z += old.z, y.w += old.w;
+      }
+      dx[i] = y;
+    }
+  }
+  if (!a.dw) return;
+#pragma unroll
+  for (int j = 0; j < Q; ++j)
+    if (j * 256 + t < quads) reinterpret_cast<float4*>(a.partial + int64_t(blockIdx.x) * a.d)[j * 256 + t] = dw[j];
+}
+
 // partial (block, column) = sum over the block's rows of dn xhat
 template <Norm kind>
 __global__ void __launch_bounds__(128) gain_kernel(const cpu::NormArgs a) {
@@ -183,6 +229,7 @@ __global__ void __launch_bounds__(256) join_kernel(const float* partial, int64_t
 }
 
 bool by_rows(const cpu::NormArgs& a) { return a.d % 4 == 0 && a.d > 128 && a.d <= 1024; }
+bool by_wide_rows(const cpu::NormArgs& a) { return a.d % 4 == 0 && a.d > 1024 && a.d <= 8192; }
 template <Norm kind>
 void forward(const cpu::NormArgs& a, nv_bf16* narrow, cudaStream_t s) {
   if (kind == Norm::rms && by_rows(a)) {
@@ -196,10 +243,12 @@ void forward(const cpu::NormArgs& a, nv_bf16* narrow, cudaStream_t s) {
 template <Norm kind>
 void backward(const cpu::NormArgs& a, bool fresh_x, bool fresh_gate, cudaStream_t s) {
   const int64_t blocks = cpu::norm_row_blocks(a.rows);
-  if (kind == Norm::rms && a.dx && by_rows(a)) {
+  if (kind == Norm::rms && a.dx && (by_rows(a) || by_wide_rows(a))) {
     const int64_t blocks = norm_parts(a.rows);
     const size_t bytes = size_t(32 * a.d);
-    if (a.d <= 512) rows_backward_kernel<4><<<unsigned(blocks), 256, bytes, s>>>(a, fresh_x);
+    if (a.d > 3072) wide_backward_kernel<8><<<unsigned(blocks), 256, 0, s>>>(a, fresh_x);
+    else if (a.d > 1024) wide_backward_kernel<3><<<unsigned(blocks), 256, 0, s>>>(a, fresh_x);
+    else if (a.d <= 512) rows_backward_kernel<4><<<unsigned(blocks), 256, bytes, s>>>(a, fresh_x);
     else rows_backward_kernel<8><<<unsigned(blocks), 256, bytes, s>>>(a, fresh_x);
     if (a.dw) join_kernel<<<blocks_for(a.d, 32), 256, 0, s>>>(a.partial, blocks, a.d, a.dw);
     return;
