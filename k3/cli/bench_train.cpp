@@ -34,7 +34,7 @@ namespace fs = std::filesystem;
 
 struct TrainFlags {
   Device device = Device::cpu;
-  bool bf16 = false;
+  bool bf16 = false, one_by_one = false;
   std::string config, file;
   std::vector<std::string> assignments;
   int64_t steps = 10;
@@ -151,6 +151,7 @@ void run(const TrainFlags& f) {
   model.params().move_to(f.device);
   const Tokens tokens((f.steps + 8) * o.batch_tokens + o.sequence_length, tokenizer);
   Trainer trainer(model, tokens.file(), {0}, tokenizer, o);
+  trainer.captured = !f.one_by_one;
 
   const double peak = measured_peak_flops(0.2, f.device, f.bf16);
   StepReport last;
@@ -173,6 +174,8 @@ void run(const TrainFlags& f) {
       "product's {:.0f}\n",
       rate, f.steps, 1e3 * step, 1e3 * *std::min_element(seconds.begin(), seconds.end()), 1e3 * *std::max_element(seconds.begin(), seconds.end()),
       1e-9 * last.flops, 1e-9 * flops, 100 * flops / peak, 1e-9 * peak);
+  if (f.device == Device::cuda)
+    fmt::print("{}\n", last.launches ? fmt::format("captured: {} launches in one graph", last.launches) : "launched one by one");
   fmt::print("a micro-batch of {} tokens and an update by themselves, waiting after each part:\n", o.micro_batch_tokens);
   double all = 0;
   for (const Piece& p : parts.pieces()) all += p.seconds;
@@ -186,6 +189,7 @@ void run(const TrainFlags& f) {
                               {"sequence_length", o.sequence_length},
                               {"tokens_a_second", rate},
                               {"seconds_a_step", step},
+                              {"captured_launches", last.launches},
                               {"flops_a_step", last.flops},
                               {"peak_flops_a_second", peak},
                               {"share_of_peak", flops / peak},
@@ -203,6 +207,7 @@ void add_bench_train(CLI::App& bench) {
   c->add_option("--config", f->config, "a config as k3 train takes it; vocab_size 2048 where it names none")->required();
   c->add_option("--set", f->assignments, "key=value, a key of the config or of its train object; may be given several times")->take_all();
   c->add_option("--steps", f->steps, "steps to time")->check(CLI::Range(1, 1000))->capture_default_str();
+  c->add_flag("--one-by-one", f->one_by_one, "on a GPU: launch by launch, no captured step");
   c->add_option("--json", f->file, "write the figures to this file too");
   add_device(c, f->device, f->bf16);
   c->callback([f] { run(*f); });

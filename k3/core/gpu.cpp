@@ -122,15 +122,40 @@ std::string why_not() {
   return why_not(found);
 }
 
-void* stream() {
-  static cudaStream_t s = [] {
-    require();
-    cudaStream_t made;
-    check_call(cudaStreamCreateWithFlags(&made, cudaStreamNonBlocking), "making a stream");
-    return made;
-  }();
+namespace {
+
+cudaStream_t new_stream() {
+  require();
+  cudaStream_t made;
+  check_call(cudaStreamCreateWithFlags(&made, cudaStreamNonBlocking), "making a stream");
+  return made;
+}
+cudaEvent_t new_event() {
+  cudaEvent_t made;
+  check_call(cudaEventCreateWithFlags(&made, cudaEventDisableTiming), "making an event");
+  return made;
+}
+
+cudaStream_t main_stream() {
+  static cudaStream_t s = new_stream();
   return s;
 }
+cudaStream_t branch_now = nullptr;  // inside Branches::run()
+Graph* captured_now = nullptr;
+
+// What must be done at once while a graph is captured goes here.
+cudaStream_t aside() {
+  static cudaStream_t s = new_stream();
+  return s;
+}
+
+void check_uncaptured(const char* doing) {
+  K3_CHECK(!captured_now, "[gpu] {} inside a captured step: its bytes would be those of the capture for ever; keep a list or feed it", doing);
+}
+
+}  // namespace
+
+void* stream() { return branch_now ? branch_now : main_stream(); }
 
 static cudaStream_t queue() { return static_cast<cudaStream_t>(stream()); }
 
@@ -138,12 +163,15 @@ char* allocate(size_t bytes) {
   queue();
   void* p = nullptr;
   if (!ok(cudaMalloc(&p, bytes))) fail_for_room(bytes);
-  clear(p, bytes);
+  if (captured_now)
+    check_call(cudaMemsetAsync(p, 0, bytes, aside()), "filling GPU memory"), check_call(cudaStreamSynchronize(aside()), "filling GPU memory");
+  else
+    clear(p, bytes);
   return static_cast<char*>(p);
 }
 
 void release(char* p) {
-  if (p) ok(cudaStreamSynchronize(queue())), ok(cudaFree(p));
+  if (p) ok(cudaStreamSynchronize(main_stream())), ok(cudaFree(p));
 }
 
 char* reserve(size_t bytes) {
@@ -176,12 +204,13 @@ size_t commit(char* base, size_t committed, size_t wanted, size_t bytes) {
 
 void unreserve(char* base, size_t committed, size_t bytes) {
   if (!base) return;
-  ok(cudaStreamSynchronize(queue()));
+  ok(cudaStreamSynchronize(main_stream()));
   if (committed) driver_calls().unmap(reinterpret_cast<CUdeviceptr>(base), committed);
   driver_calls().address_free(reinterpret_cast<CUdeviceptr>(base), in_pages(bytes));
 }
 
 void upload(void* device, const void* host, size_t bytes) {
+  check_uncaptured("a copy to the GPU");
   if (bytes) check_call(cudaMemcpyAsync(device, host, bytes, cudaMemcpyHostToDevice, queue()), "a copy to the GPU");
 }
 void download(void* host, const void* device, size_t bytes) {
@@ -197,9 +226,12 @@ void copy(void* to, const void* from, size_t bytes) {
 void fill(void* p, int byte, size_t bytes) {
   if (bytes) check_call(cudaMemsetAsync(p, byte, bytes, queue()), "filling GPU memory");
 }
-void synchronize() { check_call(cudaStreamSynchronize(queue()), "a kernel"); }
+void synchronize() {
+  check_uncaptured("a wait for the GPU");
+  check_call(cudaStreamSynchronize(main_stream()), "a kernel");
+}
 bool idle() {
-  const cudaError_t e = cudaStreamQuery(queue());
+  const cudaError_t e = cudaStreamQuery(main_stream());
   if (e == cudaErrorNotReady) return cudaGetLastError(), false;
   return check_call(e, "a kernel"), true;
 }
@@ -212,19 +244,71 @@ char* allocate_shared(size_t bytes) {
   return static_cast<char*>(p);
 }
 void release_shared(char* p) {
-  if (p) ok(cudaStreamSynchronize(queue())), ok(cudaFreeHost(p));
+  if (p) ok(cudaStreamSynchronize(main_stream())), ok(cudaFreeHost(p));
+}
+
+namespace {
+cudaStream_t lane(int i) {
+  static std::vector<cudaStream_t> lanes;
+  while (lanes.size() < Branches::kMost) lanes.push_back(new_stream());
+  return lanes[size_t(i)];
+}
+std::vector<cudaEvent_t>& free_events() {
+  static std::vector<cudaEvent_t> events;
+  return events;
+}
+// Of what `s` has now.
+void* mark(cudaStream_t s) {
+  if (free_events().empty()) free_events().push_back(new_event());
+  cudaEvent_t e = free_events().back();
+  check_call(cudaEventRecord(e, s), "a branch");
+  free_events().pop_back();
+  return e;
+}
+void wait_for(void* mark, cudaStream_t s) { check_call(cudaStreamWaitEvent(s, static_cast<cudaEvent_t>(mark), 0), "a branch"); }
+void give_back(void* mark) { free_events().push_back(static_cast<cudaEvent_t>(mark)); }
+}  // namespace
+
+Branches::Branches() {
+  K3_CHECK(!branch_now, "[gpu] a branch inside a branch");
+  begin_ = mark(main_stream());
+}
+void Branches::run(int branch, const std::function<void()>& enqueue) {
+  const cudaStream_t s = lane(branch);
+  if (!done_[branch]) wait_for(begin_, s);
+  {
+    struct Inside {
+      explicit Inside(cudaStream_t s) { branch_now = s; }
+      ~Inside() { branch_now = nullptr; }
+    } inside(s);
+    enqueue();
+  }
+  if (done_[branch]) give_back(done_[branch]);
+  done_[branch] = mark(s);
+}
+void Branches::join() {
+  if (!begin_) return;
+  give_back(std::exchange(begin_, nullptr));
+  for (void*& d : done_)
+    if (d) wait_for(d, main_stream()), give_back(std::exchange(d, nullptr));
 }
 
 Graph::Graph(const std::function<void()>& enqueue) {
   cudaGraph_t graph = nullptr;
-  check_call(cudaStreamBeginCapture(queue(), cudaStreamCaptureModeThreadLocal), "beginning to capture");
+  aside(), lane(0);  // made before
+  // relaxed: arenas may grow and lists may be kept meanwhile
+  check_call(cudaStreamBeginCapture(queue(), cudaStreamCaptureModeRelaxed), "beginning to capture");
+  captured_now = this;
   try {
     enqueue();
   } catch (...) {
+    captured_now = nullptr;
     ok(cudaStreamEndCapture(queue(), &graph));
     if (graph) ok(cudaGraphDestroy(graph));
+    for (auto& [p, bytes] : kept_) ok(cudaFree(p));
     throw;
   }
+  captured_now = nullptr;
   check_call(cudaStreamEndCapture(queue(), &graph), "capturing");
   size_t count = 0;
   ok(cudaGraphGetNodes(graph, nullptr, &count));
@@ -241,7 +325,25 @@ Graph::Graph(const std::function<void()>& enqueue) {
   executable_ = made;
 }
 Graph::~Graph() {
-  if (executable_) ok(cudaStreamSynchronize(queue())), ok(cudaGraphExecDestroy(static_cast<cudaGraphExec_t>(executable_)));
+  if (!executable_) return;
+  ok(cudaStreamSynchronize(queue())), ok(cudaGraphExecDestroy(static_cast<cudaGraphExec_t>(executable_)));
+  for (auto& [p, bytes] : kept_) ok(cudaFree(p));
+}
+bool capturing() { return captured_now != nullptr; }
+const void* kept(const void* host, size_t bytes) {
+  K3_CHECK(captured_now, "[gpu] a list is kept for a graph, but none is captured");
+  Graph& g = *captured_now;
+  constexpr size_t kAlign = 256, kBlock = size_t(1) << 20;
+  const size_t room = (std::max<size_t>(bytes, 1) + kAlign - 1) / kAlign * kAlign;
+  if (g.kept_.empty() || g.used_ + room > g.kept_.back().second) {
+    const size_t block = std::max(room, kBlock);
+    g.kept_.emplace_back(allocate(block), block), g.used_ = 0;
+  }
+  char* at = g.kept_.back().first + g.used_;
+  g.used_ += room;
+  if (bytes) check_call(cudaMemcpyAsync(at, host, bytes, cudaMemcpyHostToDevice, aside()), "a copy to the GPU");
+  check_call(cudaStreamSynchronize(aside()), "a copy to the GPU");  // `host` may be used again
+  return at;
 }
 void Graph::launch() const { check_call(cudaGraphLaunch(static_cast<cudaGraphExec_t>(executable_), queue()), "a graph"); }
 
@@ -267,14 +369,19 @@ void synchronize() { require(); }
 bool idle() { return require(), true; }
 char* allocate_shared(size_t) { return require(), nullptr; }
 void release_shared(char*) {}
+Branches::Branches() { require(); }
+void Branches::run(int, const std::function<void()>&) { require(); }
+void Branches::join() {}
 Graph::Graph(const std::function<void()>&) { require(); }
 Graph::~Graph() {}
 void Graph::launch() const { require(); }
+bool capturing() { return false; }
+const void* kept(const void*, size_t) { return require(), nullptr; }
 
 #endif
 
 Graph& Graph::operator=(Graph&& o) noexcept {
-  std::swap(executable_, o.executable_), std::swap(kernels_, o.kernels_);
+  std::swap(executable_, o.executable_), std::swap(kernels_, o.kernels_), std::swap(kept_, o.kept_), std::swap(used_, o.used_);
   return *this;
 }
 

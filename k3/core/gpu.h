@@ -42,7 +42,7 @@ struct Found {
 std::string why_not(const Found& found);
 std::string no_room(size_t bytes, size_t free, size_t total, const std::string& card);
 
-void* stream();                // cudaStream_t
+void* stream();                // cudaStream_t: where launches go, the one stream or inside Branches::run() a branch
 void check(const char* what);  // a launcher's answer
 
 char* allocate(size_t bytes);  // zeroed
@@ -66,8 +66,30 @@ bool idle();         // whether all that was enqueued is done; an Error when a k
 char* allocate_shared(size_t bytes);
 void release_shared(char* p);
 
+// Work that does not depend on each other, side by side: each branch runs after all that was enqueued before the object was made, and what is
+// enqueued after join() runs after all branches. Which memory is lent inside must not be lent again before join().
+//
+//   gpu::Branches side;
+//   side.run(0, [&] { ... });  // what it enqueues
+//   ...                        // beside it
+//   side.join();
+class Branches {
+ public:
+  static constexpr int kMost = 6;
+  Branches();
+  ~Branches() { join(); }
+  Branches(const Branches&) = delete;
+  void run(int branch, const std::function<void()>& enqueue);
+  void join();
+
+ private:
+  void* begin_ = nullptr;
+  void* done_[kMost] = {};
+};
+
 // What a function enqueues, to be enqueued again as a whole: the same launches with the same arguments. Nothing is computed while it is captured.
-// What it uses must have been allocated before, so call the function once by itself first.
+// What it uses must have been allocated before, so call the function once by itself first. Lists that are the same for every run are kept (below);
+// what changes comes from memory that is filled before launch() (feed.h). upload() and whatever waits is an Error inside.
 class Graph {
  public:
   Graph() = default;
@@ -80,9 +102,15 @@ class Graph {
   explicit operator bool() const { return executable_ != nullptr; }
 
  private:
+  friend const void* kept(const void* host, size_t bytes);
   void* executable_ = nullptr;
   int64_t kernels_ = 0;
+  std::vector<std::pair<char*, size_t>> kept_;  // memory of lists, and its size
+  size_t used_ = 0;                             // of the last one
 };
+bool capturing();
+// While a graph is captured: a copy of these bytes on the device that lives as long as the graph.
+const void* kept(const void* host, size_t bytes);
 
 }  // namespace k3::gpu
 

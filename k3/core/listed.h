@@ -2,6 +2,8 @@
 // listed: short lists that the host makes (rows, sequences, pointers), where the kernels of a device read them.
 //
 //   a.rows = listed(c.device, scratch, plan.rows);   // the vector's own memory; on a GPU a copy, lent from scratch
+//
+// A captured step keeps its lists as they were when it was captured: they may follow from shapes, not from data (that is Context::fed's).
 #include <string>
 #include <string_view>
 #include <type_traits>
@@ -16,6 +18,7 @@ template <class Lender, class T>
 const T* listed(Device device, Lender& lender, const std::vector<T>& v) {
   static_assert(std::is_trivially_copyable_v<T>);
   if (device != Device::cuda) return v.data();
+  if (gpu::capturing()) return static_cast<const T*>(gpu::kept(v.data(), v.size() * sizeof(T)));
   Tensor t = lender.lend(DType::u8, {int64_t(v.size() * sizeof(T))});
   if (!v.empty()) gpu::upload(t.data(), v.data(), t.bytes());
   return static_cast<const T*>(t.data());

@@ -63,6 +63,7 @@ class Model {
   ParamSet& params() { return params_; }
   const ParamSet& params() const { return params_; }
   Param& lm_head() { return *lm_head_; }
+  Param& embed_tokens() { return *embed_tokens_; }
   // Layers 0 .. num_hidden_layers - 1, then the one of multi-token prediction if it is there.
   int64_t layers() const { return int64_t(layers_.size()) + has_mtp(); }
   Mixer& mixer(int64_t layer) { return *at(layer).mixer; }

@@ -6,6 +6,7 @@
 #include "k3/core/gpu.h"
 #include "k3/ops/linear/linear.h"
 #include "k3/ops/linear/weight_product.h"
+#include "k3/ops/update/resident_cuda.h"
 
 namespace k3 {
 
@@ -99,17 +100,33 @@ void ParamSet::keep_narrow() {
   }
 }
 
+void ParamSet::know_touched(Param& p) {
+  touched_ = Buffer(size_t((p.shape.size() + kGradPart - 1) / kGradPart), device_);
+  p.touched = touched_.view(DType::u8, {int64_t(touched_.bytes())});
+}
+
 void ParamSet::zero_grads(Param* but) {
   if (!grads_.data()) return;
-  if (device_ == Device::cuda && but && !but->grad.empty()) {
-    char *begin = static_cast<char*>(but->grad.data()), *end = begin + but->grad.bytes();
-    gpu::clear(grads_.data(), size_t(begin - grads_.data()));
-    gpu::clear(end, size_t(grads_.data() + grads_.bytes() - end));
-    but->fresh = true;
-  } else if (device_ == Device::cuda)
-    gpu::clear(grads_.data(), grads_.bytes());
-  else
+  if (device_ != Device::cuda) {
     std::memset(grads_.data(), 0, grads_.bytes());
+    return;
+  }
+  char* at = grads_.data();  // what lies between those that are served otherwise is cleared at once; they lie in the order of the list
+  auto up_to = [&](const Tensor& t) {
+    char* begin = static_cast<char*>(t.data());
+    gpu::clear(at, size_t(begin - at));
+    at = begin + t.bytes();
+  };
+  for (Param& p : params_) {
+    if (&p == but && !p.grad.empty()) {
+      up_to(p.grad);
+      p.fresh = true;
+    } else if (!p.touched.empty()) {
+      up_to(p.grad);
+      if constexpr (gpu::kBuilt) gpu::check(cuda::clear_touched(p.grad.f32(), p.grad.size(), p.touched.as<uint8_t>(), gpu::stream()));
+    }
+  }
+  gpu::clear(at, size_t(grads_.data() + grads_.bytes() - at));
 }
 
 }  // namespace k3

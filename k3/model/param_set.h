@@ -27,6 +27,7 @@ class ParamSet {
   Device device() const { return device_; }
   void allocate_grads();                  // float32, zeroed, for every parameter that learns
   void zero_grads(Param* but = nullptr);  // a gradient that will be written, not added to, is left out (Param::fresh)
+  void know_touched(Param& p);            // Param::touched, where only some rows of a step have gradients (GPU): the embedding
   void keep_narrow();                     // Param::narrow of every matrix that is multiplied (GPU); from then on whoever changes a value renews it
   Tensor own(DType dtype, Shape shape);   // memory that lives as long as the set
 
@@ -34,7 +35,7 @@ class ParamSet {
   std::deque<Param> params_;
   std::unordered_map<std::string, Param*> by_name_;
   std::vector<Buffer> owned_;
-  Buffer grads_, narrow_;
+  Buffer grads_, narrow_, touched_;
   Device device_ = Device::cpu;
 };
 

@@ -20,12 +20,15 @@ struct Role {
   int64_t blocks = 1;
 };
 
+constexpr int64_t kGradPart = 8192;  // elements of Param::touched's grain
+
 struct Param {
   std::string name;    // the checkpoint's
   Tensor value;        // f32 in training; in inference as ops/linear/product.h lists it (codes are u8)
   Tensor scale;        // of MXFP4 (u8) and q8 (f32); empty otherwise
   Tensor grad;         // f32, same shape; empty when not training
   bool fresh = false;  // nothing was added to grad in this step, and its memory holds nothing: write it, or clear it first
+  Tensor touched;      // u8, GPU: the parts of grad (kGradPart elements each) that something was added to, all others are zeros; empty: look at all
   Tensor narrow;       // value in bfloat16, kept by whoever changes value, where training multiplies in bfloat16; else empty
   Role role;
   Shape shape;                  // (out, in) for a matrix, whatever the storage

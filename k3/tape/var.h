@@ -5,6 +5,9 @@
 #include <string_view>
 
 #include "k3/core/arena.h"
+#include "k3/core/error.h"
+#include "k3/core/feed.h"
+#include "k3/core/listed.h"
 #include "k3/core/readback.h"
 #include "k3/core/tensor.h"
 
@@ -31,6 +34,7 @@ struct Context {
   bool observe = false;        // collect what the trainer wants to know: expert load, balance histogram, largest logits
   bool recomputing = false;    // inside checkpoint()'s second forward: statistics were already counted, records already given
   Readback* later = nullptr;   // GPU: what read() was asked for is given when this delivers; null: at once
+  Feed* feed = nullptr;        // GPU, while a step is captured: where fed() comes from
 
   void cost(std::string_view op, const Cost& c) const {
     if (on_cost) on_cost(op, c);
@@ -43,6 +47,15 @@ struct Context {
   }
   // Gives `take` the tensor's bytes where the CPU can read them.
   void read(const Tensor& t, Readback::Take take) const;
+  // GPU: n values that the host makes, and that a captured step gets anew before each run: `fill` must then live as long as the step.
+  template <class T, class Lender>
+  const T* fed(Lender& lender, int64_t n, std::function<void(T*)> fill) const {
+    if (feed) return feed->take<T>(n, std::move(fill));
+    K3_CHECK(!gpu::capturing(), "[gpu] a captured step without a feed would see the same values for ever");
+    std::vector<T> v(static_cast<size_t>(n));
+    fill(v.data());
+    return listed(device, lender, v);
+  }
 };
 
 class Var {

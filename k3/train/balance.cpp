@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 
 #include "k3/core/error.h"
 #include "k3/core/gpu.h"
@@ -19,6 +20,8 @@ Balance::Balance(Model& model, const TrainOptions& options) : options_(options) 
     if (QkClip* q = model.mixer(l).qk_clip()) heads_.push_back(q);
   }
 }
+
+Balance::~Balance() { gpu::release_shared(sent_); }
 
 void Balance::begin_step() {
   if (bias_.empty())
@@ -48,6 +51,7 @@ std::vector<double> Balance::load() const {
 }
 
 void Balance::update_bias() {
+  size_t at = 0;
   for (size_t i = 0; i < routers_.size(); ++i) {
     RouterWatch* r = routers_[i];
     std::vector<float>& bias = bias_[i];
@@ -58,7 +62,13 @@ void Balance::update_bias() {
       for (size_t j = 0; j < next.size(); ++j) next[j] += float(options_.balance_ema) * (bias[j] - next[j]);
     if (options_.balance == "sign") next = sign_bias(bias, r->load, float(options_.balance_sign_step));
     if (next.empty()) continue;
-    write(r->bias->value, next.data());
+    const void* from = next.data();
+    if (const Tensor& to = r->bias->value; to.device() == Device::cuda) {  // the copy of the step before was made before that step's results came
+      if (!sent_) sent_ = gpu::allocate_shared(routers_.size() * to.bytes());
+      from = std::memcpy(sent_ + at, next.data(), to.bytes());
+      at += to.bytes();
+    }
+    write(r->bias->value, from);
     bias = std::move(next);
   }
 }

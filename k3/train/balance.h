@@ -13,6 +13,8 @@ namespace k3 {
 class Balance {
  public:
   Balance(Model& model, const TrainOptions& options);
+  Balance(const Balance&) = delete;
+  ~Balance();
   void begin_step();                 // forgets the step before
   std::vector<double> load() const;  // of each MoE layer: the fullest expert's tokens over the mean
   void update_bias();                // for the next step
@@ -23,6 +25,7 @@ class Balance {
   TrainOptions options_;
   std::vector<RouterWatch*> routers_;
   std::vector<std::vector<float>> bias_;  // of each, where the CPU reads it
+  char* sent_ = nullptr;                  // the same where the GPU reads it, so that sending it waits for nothing
   std::vector<int64_t> moe_layers_;
   std::vector<QkClip*> heads_;
 };

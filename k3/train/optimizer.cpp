@@ -106,6 +106,10 @@ void Optimizer::step(Context& c, double learning_rate, Result& result) {
                 a.decay ? float(options_.weight_decay) : 0.0f, updates, scale});
 }
 
+void Optimizer::set(double learning_rate) {
+  if (resident_) resident_->set(float(learning_rate), float(learning_rate), updates + 1);
+}
+
 int64_t Optimizer::muon_blocks() const {
   int64_t n = 0;
   for (const Muon& m : muon_) n += m.blocks;

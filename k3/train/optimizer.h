@@ -35,6 +35,9 @@ class Optimizer {
     return r;
   }
 
+  // On a GPU, before each run of a captured step(): what of it changes.
+  void set(double learning_rate);
+
   std::string split() const;  // "muon 84 tensors: ...; adamw with decay ..."; names with their numbers folded
   int64_t muon_tensors() const { return int64_t(muon_.size()); }
   int64_t muon_blocks() const;

@@ -44,6 +44,7 @@ struct StepReport {
   std::vector<GateHealth> gates;  // when asked for
   std::string bad;                // the step was skipped: this parameter's gradient is not finite
   size_t forecast_bytes = 0, peak_bytes = 0;
+  int64_t launches = 0;  // of the captured step that this was; 0: launched one by one, or on the CPU
 };
 
 class Trainer {
@@ -60,11 +61,18 @@ class Trainer {
   Forecast forecast(const Batch& batch);
   int64_t epoch_tokens() const { return sampler_.epoch_tokens(); }
 
+  // On a GPU a step of a shape that was there before runs as one captured graph, with the bits of its launches one by one; false: always these.
+  bool captured = true;
   std::function<void(int64_t done, int64_t of)> on_micro_batch;  // for progress
   std::function<void(const TokenBatch&)> on_batch;               // which tokens are seen
 
  private:
-  struct Shadow;                                       // the model and optimizer on the null device
+  struct Shadow;  // the model and optimizer on the null device
+  struct Run;     // the batches of a step, and what comes back
+  void enqueue(Run& run, Readback& later);
+  struct Sampled;
+  Sampled sample(int64_t step);
+  Run& run_of(std::vector<TokenBatch> batches, bool with_gates);
   const Forecast& known_forecast(const Batch& batch);  // made once for batches that repeat
   Model& model_;
   const Tokenizer& tokenizer_;
@@ -77,6 +85,8 @@ class Trainer {
   Forecast update_;                                     // of the optimizer
   std::map<std::vector<int64_t>, Forecast> forecasts_;  // by where sequences begin
   Readback later_;
+  std::vector<std::unique_ptr<Run>> runs_;  // the last ones of different shapes, newest first
+  std::unique_ptr<Sampled> ahead_;          // of the next step, read while the GPU computes
   int64_t steps_done_ = 0;
 };
 

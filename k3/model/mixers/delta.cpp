@@ -79,9 +79,9 @@ class Delta : public Mixer {
   Var forward(Var x, const Batch& batch, State* state) override {
     auto* s = static_cast<DeltaLayerState*>(state);
     const std::vector<Var> qkv = linears(x, {&q_proj_, &k_proj_, &v_proj_});
-    Var q = conv_silu(qkv[0], q_conv_, batch, s ? &s->q : nullptr);  // eq. 2
-    Var k = conv_silu(qkv[1], k_conv_, batch, s ? &s->k : nullptr);
-    Var v = conv_silu(qkv[2], v_conv_, batch, s ? &s->v : nullptr);
+    const std::vector<Var> convolved =
+        conv_silu(qkv, {&q_conv_, &k_conv_, &v_conv_}, batch, {s ? &s->q : nullptr, s ? &s->k : nullptr, s ? &s->v : nullptr});
+    Var q = convolved[0], k = convolved[1], v = convolved[2];  // eq. 2
     Var b = linear(x, b_proj_), z = decay_logits(x);
     Var o = gated_delta_rule(q, k, v, z, b, decay(), shape(), batch, s ? &s->memory : nullptr);  // eq. 1
     Var gate = full_rank_gate_ ? linear(x, *g_proj_) : linear(linear(x, *g_a_proj_), *g_b_proj_);

@@ -4,7 +4,7 @@
 #include <cstring>
 
 #include "k3/core/error.h"
-#include "k3/core/gpu.h"
+#include "k3/core/listed.h"
 #include "k3/core/threads.h"
 #include "k3/ops/conv/conv_float_cuda.h"
 #include "k3/ops/conv/conv_kernels.h"
@@ -153,23 +153,106 @@ void check_batch(const Var& x, const Batch& batch, const ConvState* state, int64
   }
 }
 
-}  // namespace
-
-Var conv_silu(Var x, Param& w, const Batch& batch, ConvState* state) {
-  Context& c = x.context();
-  int64_t rows = x.rows(), channels = x.cols(), width = w.value.dim(w.value.rank() - 1);
+struct Size {
+  int64_t rows, channels, width;
+};
+Size size_of(const Var& x, const Param& w, const Batch& batch, const ConvState* state) {
+  const int64_t channels = x.cols(), width = w.value.dim(w.value.rank() - 1);
   K3_CHECK(w.value.rank() >= 2 && w.value.dtype() == DType::f32 && w.value.size() == channels * width,
            "[conv] x has {} columns but {} is {} {}; it must be F32 (channels x width)", channels, w.name, name_of(w.value.dtype()),
            to_string(w.value.shape()));
   K3_CHECK(width >= 1 && width <= cpu::kConvMaxWidth, "[conv] {} has width {}, must be 1 to {}", w.name, width, cpu::kConvMaxWidth);
   check_batch(x, batch, state, width);
-  Var y(c, DType::f32, {rows, channels});
+  return {x.rows(), channels, width};
+}
+
+struct Work {
+  double flops, bytes, held;
+  Work(const Size& s, const Batch& batch, const ConvState* state) {
+    const double n = double(s.rows * s.channels), weights = 4.0 * double(s.channels * s.width);
+    flops = (2.0 * double(s.width) + 5) * n, bytes = 8 * n + weights;
+    held = weights + (state ? 4 * double(batch.sequences() * (s.width - 1) * s.channels) : 0);
+  }
+  Cost forward(double n, bool state) const { return {.flops = flops, .bytes = bytes + (state ? 4 * n : 0), .held = held}; }
+  Cost backward(double n) const { return {.flops = 3 * flops, .bytes = 2 * bytes + 4 * n}; }
+};
+
+// One size, one set of launches for all.
+std::vector<Var> on_gpu([[maybe_unused]] const std::vector<Var>& xs, [[maybe_unused]] const std::vector<Param*>& ws,
+                        [[maybe_unused]] const Batch& batch, [[maybe_unused]] ConvState* state, [[maybe_unused]] const Size& size) {
+  std::vector<Var> ys;
+  if constexpr (gpu::kBuilt) {
+    Context& c = xs[0].context();
+    const auto [rows, channels, width] = size;
+    for (size_t i = 0; i < xs.size(); ++i) ys.emplace_back(c, DType::f32, Shape{rows, channels});
+    const size_t mark = c.arena->mark();
+    std::vector<int32_t> taps(size_t(rows * width)), readers;
+    find_taps(batch, state, width, taps.data());
+    cuda::Convs all{};
+    all.count = int(xs.size());
+    const int32_t* there = listed(c.device, *c.arena, taps);
+    for (size_t i = 0; i < xs.size(); ++i) {
+      cpu::ConvArgs& a = all.of[i];
+      a.rows = rows, a.channels = channels, a.width = width, a.x = xs[i].f32(), a.w = ws[i]->value.f32(), a.y = ys[i].f32();
+      a.taps = there, a.state = state ? state->rows().f32() : nullptr;
+    }
+    gpu::check(cuda::conv_silu_forward(all, gpu::stream()));
+    const Work work(size, batch, state);
+    const double n = double(rows * channels);
+    for (size_t i = 0; i < xs.size(); ++i) c.cost("conv_silu", work.forward(n, state != nullptr));
+    if (state) remember(batch, xs[0], *state);
+    if (!c.tape) return c.arena->rewind(mark), ys;  // the backward alone needs the taps again
+    readers.assign(taps.size(), -1);
+    for (size_t i = 0; i < taps.size(); ++i)
+      if (taps[i] >= 0) readers[size_t(taps[i] * width) + i % size_t(width)] = int32_t(i / size_t(width));
+    const int32_t* readers_there = listed(c.device, *c.arena, readers);
+    c.tape->push([=, &c] {
+      if (std::none_of(ys.begin(), ys.end(), [](const Var& y) { return y.has_grad(); })) return;
+      cuda::Convs b = all;
+      bool weights = false;
+      for (size_t i = 0; i < xs.size(); ++i) {
+        b.of[i].dy = ys[i].grad().f32(), b.of[i].dx = xs[i].grad(b.fresh[i]).f32();
+        b.of[i].dw = ws[i]->grad.empty() ? nullptr : ws[i]->grad.f32(), weights |= b.of[i].dw != nullptr;
+        c.cost("conv_silu", work.backward(n));
+      }
+      const int64_t count = int64_t(xs.size());
+      Scratch scratch(*c.arena);
+      float* partial = weights ? scratch.lend(DType::f32, {count, cuda::conv_chunks(rows), channels, width}).f32() : nullptr;
+      float* slopes = scratch.lend(DType::f32, {count, rows, channels}).f32();
+      gpu::check(cuda::conv_silu_backward(b, slopes, readers_there, partial, gpu::stream()));
+    });
+  }
+  return ys;
+}
+
+}  // namespace
+
+std::vector<Var> conv_silu(const std::vector<Var>& xs, const std::vector<Param*>& ws, const Batch& batch, const std::vector<ConvState*>& states) {
+  std::vector<Var> ys;
+  bool together = xs[0].context().device == Device::cuda && xs.size() <= cuda::kMostConvs;
+  for (size_t i = 0; i < xs.size(); ++i)
+    together = together && !states[i] && xs[i].value().shape() == xs[0].value().shape() && ws[i]->value.shape() == ws[0]->value.shape();
+  if (!together) {
+    for (size_t i = 0; i < xs.size(); ++i) ys.push_back(conv_silu(xs[i], *ws[i], batch, states[i]));
+    return ys;
+  }
+  for (size_t i = 0; i < xs.size(); ++i) size_of(xs[i], *ws[i], batch, nullptr);
+  return on_gpu(xs, ws, batch, nullptr, size_of(xs[0], *ws[0], batch, nullptr));
+}
+
+Var conv_silu(Var x, Param& w, const Batch& batch, ConvState* state) {
+  Context& c = x.context();
+  const Size size = size_of(x, w, batch, state);
+  const auto [rows, channels, width] = size;
   if (batch.step) {
+    Var y(c, DType::f32, {rows, channels});
     if constexpr (gpu::kBuilt)
       gpu::check(cuda::conv_silu_step({*batch.step, rows, channels, width, state->history(), x.f32(), w.value.f32(), state->rows().f32(), y.f32()},
                                       gpu::stream()));
     return y;
   }
+  if (c.device == Device::cuda) return on_gpu({x}, {&w}, batch, state, size)[0];
+  Var y(c, DType::f32, {rows, channels});
   size_t mark = c.arena->mark();
   Tensor taps = c.arena->lend(DType::i32, {rows, width});
   cpu::ConvArgs a{};
@@ -179,33 +262,16 @@ Var conv_silu(Var x, Param& w, const Batch& batch, ConvState* state) {
     find_taps(batch, state, width, taps.i32());
     cpu::conv().conv_silu_forward(a);
   }
-  if constexpr (gpu::kBuilt) {
-    if (c.device == Device::cuda) {
-      std::vector<int32_t> found(size_t(rows * width));
-      find_taps(batch, state, width, found.data());
-      write(taps, found.data());
-      gpu::check(cuda::conv_silu_forward(a, gpu::stream()));
-    }
-  }
   if (state) remember(batch, x, *state);
-  double n = double(rows * channels), flops = 2.0 * double(width) + 5, bytes = 8 * n + 4.0 * double(w.value.size());
-  const double held = 4 * double(w.value.size()) + (state ? 4 * double(batch.sequences() * (width - 1) * channels) : 0);
-  c.cost("conv_silu", {.flops = flops * n, .bytes = bytes + (state ? 4 * n : 0), .held = held});
+  const Work work(size, batch, state);
+  const double n = double(rows * channels);
+  c.cost("conv_silu", work.forward(n, state != nullptr));
   if (!c.tape) c.arena->rewind(mark);  // the backward alone needs the taps again
   on_backward(y, [=, &c, &w] {
     cpu::ConvArgs b = a;
-    bool fresh = false;
-    b.dy = y.grad().f32(), b.dx = (c.device == Device::cuda ? x.grad(fresh) : x.grad()).f32(), b.dw = w.grad.empty() ? nullptr : w.grad.f32();
-    c.cost("conv_silu", {.flops = 3 * flops * n, .bytes = 2 * bytes + 4 * n});
+    b.dy = y.grad().f32(), b.dx = x.grad().f32(), b.dw = w.grad.empty() ? nullptr : w.grad.f32();
+    c.cost("conv_silu", work.backward(n));
     if (c.device == Device::cpu) cpu::conv().conv_silu_backward(b);
-    if constexpr (gpu::kBuilt) {
-      if (c.device != Device::cuda) return;
-      Scratch scratch(*c.arena);
-      int32_t* readers = scratch.lend(DType::i32, {rows, width}).i32();
-      float* partial = b.dw ? scratch.lend(DType::f32, {cuda::conv_chunks(rows), channels, width}).f32() : nullptr;
-      float* slopes = scratch.lend(DType::f32, {rows, channels}).f32();
-      gpu::check(cuda::conv_silu_backward(b, slopes, readers, partial, fresh, gpu::stream()));
-    }
   });
   return y;
 }

@@ -55,5 +55,7 @@ class ConvState {
 };
 
 Var conv_silu(Var x, Param& w, const Batch& batch, ConvState* state = nullptr);
+// Several, each by itself; on a GPU those of one shape without a state share their launches. `states`: one each, null for none.
+std::vector<Var> conv_silu(const std::vector<Var>& xs, const std::vector<Param*>& ws, const Batch& batch, const std::vector<ConvState*>& states);
 
 }  // namespace k3

@@ -26,7 +26,8 @@ __device__ __forceinline__ float convolved(const ConvArgs& a, const int32_t* tap
 }
 __device__ __forceinline__ float slope(float sum, float dy) { return dy * exact_sigmoid(sum) * (1.f + sum * exact_sigmoid(-sum)); }
 
-__global__ void __launch_bounds__(kThreads) forward_kernel(const ConvArgs a) {
+__global__ void __launch_bounds__(kThreads) forward_kernel(const __grid_constant__ Convs all) {
+  const ConvArgs& a = all.of[blockIdx.z];
   const int64_t c = int64_t(blockIdx.y) * kThreads + threadIdx.x, n = blockIdx.x;
   if (c >= a.channels) return;
   const int32_t* taps = a.taps + n * a.width;
@@ -61,7 +62,9 @@ __device__ __forceinline__ float4 convolved4(const ConvArgs& a, const int4 tap, 
                      sum(w.of[2], x[0].z, x[1].z, x[2].z, x[3].z), sum(w.of[3], x[0].w, x[1].w, x[2].w, x[3].w));
 }
 template <bool kSlopes>  // y, or dy times the slope
-__global__ void __launch_bounds__(kThreads) forward4_kernel(const ConvArgs a, float* slopes) {
+__global__ void __launch_bounds__(kThreads) forward4_kernel(const __grid_constant__ Convs all, float* slopes) {
+  const ConvArgs& a = all.of[blockIdx.z];
+  if (kSlopes) slopes += blockIdx.z * a.rows * a.channels;
   const int64_t c = (int64_t(blockIdx.y) * kThreads + threadIdx.x) * 4, first = int64_t(blockIdx.x) * kRows;
   if (c >= a.channels) return;
   const Taps4 w = taps_of(a, c);
@@ -83,7 +86,10 @@ __global__ void __launch_bounds__(kThreads) forward4_kernel(const ConvArgs a, fl
     *reinterpret_cast<float4*>((kSlopes ? slopes : a.y) + n * a.channels + c) = y;
   }
 }
-__global__ void __launch_bounds__(kThreads) dx4_kernel(const ConvArgs a, const float* slopes, const int32_t* readers, bool fresh) {
+__global__ void __launch_bounds__(kThreads) dx4_kernel(const __grid_constant__ Convs all, const float* slopes, const int32_t* readers) {
+  const ConvArgs& a = all.of[blockIdx.z];
+  const bool fresh = all.fresh[blockIdx.z];
+  slopes += blockIdx.z * a.rows * a.channels;
   const int64_t c = (int64_t(blockIdx.y) * kThreads + threadIdx.x) * 4, first = int64_t(blockIdx.x) * kRows;
   if (c >= a.channels) return;
   const Taps4 w = taps_of(a, c);
@@ -103,7 +109,10 @@ __global__ void __launch_bounds__(kThreads) dx4_kernel(const ConvArgs a, const f
   }
 }
 // A block is kConvChunk rows of 128 channels; a warp sums sixteen rows that follow each other.
-__global__ void __launch_bounds__(32 * kRowLanes) dw4_kernel(const ConvArgs a, const float* slopes, float* partial) {
+__global__ void __launch_bounds__(32 * kRowLanes) dw4_kernel(const __grid_constant__ Convs all, const float* slopes, float* partial) {
+  const ConvArgs& a = all.of[blockIdx.z];
+  if (!a.dw) return;
+  slopes += blockIdx.z * a.rows * a.channels, partial += blockIdx.z * gridDim.y * a.channels * 4;
   __shared__ float4 part[kRowLanes][4][32];
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const int64_t c = (int64_t(blockIdx.x) * 32 + lane) * 4, begin = int64_t(blockIdx.y) * kConvChunk + warp * (kConvChunk / kRowLanes);
@@ -137,24 +146,21 @@ __global__ void __launch_bounds__(32 * kRowLanes) dw4_kernel(const ConvArgs a, c
 // Whether they serve: rows of x, w, taps and all others begin at 16 bytes.
 bool fours(const ConvArgs& a) { return a.width == 4 && a.channels % 4 == 0; }
 
-__global__ void __launch_bounds__(kThreads) readers_kernel(const ConvArgs a, int32_t* readers) {
-  const int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x;
-  if (i >= a.rows * a.width) return;
-  const int32_t row = a.taps[i];
-  if (row >= 0) readers[row * a.width + i % a.width] = int32_t(i / a.width);
-}
-
-__global__ void __launch_bounds__(kThreads) slopes_kernel(const ConvArgs a, float* slopes) {
+__global__ void __launch_bounds__(kThreads) slopes_kernel(const __grid_constant__ Convs all, float* slopes) {
+  const ConvArgs& a = all.of[blockIdx.z];
+  slopes += blockIdx.z * a.rows * a.channels;
   const int64_t c = int64_t(blockIdx.y) * kThreads + threadIdx.x, n = blockIdx.x;
   if (c >= a.channels) return;
   const int32_t* taps = a.taps + n * a.width;
   slopes[n * a.channels + c] = taps[a.width - 1] == cpu::kConvPadding ? 0.f : slope(convolved(a, taps, c), a.dy[n * a.channels + c]);
 }
 
-__global__ void __launch_bounds__(kThreads) dx_kernel(const ConvArgs a, const float* slopes, const int32_t* readers, bool fresh) {
+__global__ void __launch_bounds__(kThreads) dx_kernel(const __grid_constant__ Convs all, const float* slopes, const int32_t* readers) {
+  const ConvArgs& a = all.of[blockIdx.z];
+  slopes += blockIdx.z * a.rows * a.channels;
   const int64_t c = int64_t(blockIdx.y) * kThreads + threadIdx.x, r = blockIdx.x;
   if (c >= a.channels) return;
-  float dx = fresh ? 0.f : a.dx[r * a.channels + c];
+  float dx = all.fresh[blockIdx.z] ? 0.f : a.dx[r * a.channels + c];
   for (int64_t j = a.width - 1; j >= 0; --j) {
     const int64_t n = readers[r * a.width + j];
     if (n >= 0) dx = fmaf(a.w[c * a.width + j], slopes[n * a.channels + c], dx);
@@ -162,7 +168,10 @@ __global__ void __launch_bounds__(kThreads) dx_kernel(const ConvArgs a, const fl
   a.dx[r * a.channels + c] = dx;
 }
 
-__global__ void __launch_bounds__(32 * kRowLanes) dw_kernel(const ConvArgs a, const float* slopes, float* partial) {
+__global__ void __launch_bounds__(32 * kRowLanes) dw_kernel(const __grid_constant__ Convs all, const float* slopes, float* partial) {
+  const ConvArgs& a = all.of[blockIdx.z];
+  if (!a.dw) return;
+  slopes += blockIdx.z * a.rows * a.channels, partial += blockIdx.z * gridDim.y * a.channels * a.width;
   __shared__ float part[kRowLanes][kConvMaxWidth][32];
   const int lane = threadIdx.x >> 5, column = threadIdx.x & 31;
   const int64_t c = int64_t(blockIdx.x) * 32 + column;
@@ -188,9 +197,11 @@ __global__ void __launch_bounds__(32 * kRowLanes) dw_kernel(const ConvArgs a, co
     partial[(int64_t(blockIdx.y) * a.channels + c) * a.width + j] = total;
   }
 }
-__global__ void __launch_bounds__(kThreads) join_kernel(const float* partial, int64_t chunks, int64_t n, float* dw) {
+__global__ void __launch_bounds__(kThreads) join_kernel(const __grid_constant__ Convs all, const float* partial, int64_t chunks, int64_t n) {
   const int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x;
-  if (i >= n) return;
+  float* dw = all.of[blockIdx.z].dw;
+  if (i >= n || !dw) return;
+  partial += blockIdx.z * chunks * n;
   float sum = 0.f;
 #pragma unroll 8
   for (int64_t b = 0; b < chunks; ++b) sum += partial[b * n + i];
@@ -204,37 +215,36 @@ __global__ void __launch_bounds__(kThreads) remember_kernel(const float* x, floa
 
 }  // namespace
 
-const char* conv_silu_forward(const ConvArgs& a, void* stream) {
+const char* conv_silu_forward(const Convs& all, void* stream) {
+  const ConvArgs& a = all.of[0];
   if (a.rows == 0 || a.channels == 0) return nullptr;
+  const cudaStream_t s = stream_of(stream);
+  const unsigned count = unsigned(all.count);
   if (fours(a))
-    forward4_kernel<false><<<dim3(blocks_for(a.rows, kRows), blocks_for(a.channels, 4 * kThreads)), kThreads, 0, stream_of(stream)>>>(a, nullptr);
+    forward4_kernel<false><<<dim3(blocks_for(a.rows, kRows), blocks_for(a.channels, 4 * kThreads), count), kThreads, 0, s>>>(all, nullptr);
   else
-    forward_kernel<<<dim3(unsigned(a.rows), blocks_for(a.channels, kThreads)), kThreads, 0, stream_of(stream)>>>(a);
+    forward_kernel<<<dim3(unsigned(a.rows), blocks_for(a.channels, kThreads), count), kThreads, 0, s>>>(all);
   return launched();
 }
 
-const char* conv_silu_backward(const ConvArgs& a, float* slopes, int32_t* readers, float* partial, bool fresh, void* stream) {
+const char* conv_silu_backward(const Convs& all, float* slopes, const int32_t* readers, float* partial, void* stream) {
+  const ConvArgs& a = all.of[0];
   if (a.rows == 0 || a.channels == 0) return nullptr;
   const cudaStream_t s = stream_of(stream);
-  cudaMemsetAsync(readers, 0xff, size_t(a.rows * a.width) * sizeof(int32_t), s);
-  readers_kernel<<<blocks_for(a.rows * a.width, kThreads), kThreads, 0, s>>>(a, readers);
+  const unsigned count = unsigned(all.count);
   const int64_t chunks = conv_chunks(a.rows), n = a.channels * a.width;
   if (fours(a)) {
-    const dim3 blocks(blocks_for(a.rows, kRows), blocks_for(a.channels, 4 * kThreads));
-    forward4_kernel<true><<<blocks, kThreads, 0, s>>>(a, slopes);
-    dx4_kernel<<<blocks, kThreads, 0, s>>>(a, slopes, readers, fresh);
-    if (!a.dw) return launched();
-    dw4_kernel<<<dim3(blocks_for(a.channels, 128), unsigned(chunks)), 32 * kRowLanes, 0, s>>>(a, slopes, partial);
-    join_kernel<<<blocks_for(n, kThreads), kThreads, 0, s>>>(partial, chunks, n, a.dw);
-    return launched();
+    const dim3 blocks(blocks_for(a.rows, kRows), blocks_for(a.channels, 4 * kThreads), count);
+    forward4_kernel<true><<<blocks, kThreads, 0, s>>>(all, slopes);
+    dx4_kernel<<<blocks, kThreads, 0, s>>>(all, slopes, readers);
+    if (partial) dw4_kernel<<<dim3(blocks_for(a.channels, 128), unsigned(chunks), count), 32 * kRowLanes, 0, s>>>(all, slopes, partial);
+  } else {
+    const dim3 elements(unsigned(a.rows), blocks_for(a.channels, kThreads), count);
+    slopes_kernel<<<elements, kThreads, 0, s>>>(all, slopes);
+    dx_kernel<<<elements, kThreads, 0, s>>>(all, slopes, readers);
+    if (partial) dw_kernel<<<dim3(blocks_for(a.channels, 32), unsigned(chunks), count), 32 * kRowLanes, 0, s>>>(all, slopes, partial);
   }
-  const dim3 elements(unsigned(a.rows), blocks_for(a.channels, kThreads));
-  slopes_kernel<<<elements, kThreads, 0, s>>>(a, slopes);
-  dx_kernel<<<elements, kThreads, 0, s>>>(a, slopes, readers, fresh);
-  if (a.dw) {
-    dw_kernel<<<dim3(blocks_for(a.channels, 32), unsigned(chunks)), 32 * kRowLanes, 0, s>>>(a, slopes, partial);
-    join_kernel<<<blocks_for(n, kThreads), kThreads, 0, s>>>(partial, chunks, n, a.dw);
-  }
+  if (partial) join_kernel<<<dim3(blocks_for(n, kThreads), 1, count), kThreads, 0, s>>>(all, partial, chunks, n);
   return launched();
 }
 

@@ -2,6 +2,8 @@
 
 #include <gtest/gtest.h>
 
+#include <array>
+
 #include "k3/ops/conv/conv_ref.h"
 #include "k3/ops/testing.h"
 
@@ -343,6 +345,42 @@ TEST(conv, any_cut_equals_whole_on_the_gpu) {
       }
     }
     EXPECT_EQ(at, n);
+  }
+}
+
+// Packed sequences, widths with kernels of their own and without: three together have the bits of one after the other, and one of them another shape
+// changes nothing.
+TEST(conv, cuda_several_in_one_launch_equal_one_by_one) {
+  if (const std::string why = gpu::why_not(); !why.empty()) GTEST_SKIP() << why;
+  for (auto [d, width, other] : {std::array<int64_t, 3>{40, 4, 40}, {7, 3, 7}, {40, 4, 24}}) {
+    const int64_t n = 150;
+    std::vector<std::vector<char>> alone;
+    for (bool together : {false, true}) {
+      testing::Step step(true, size_t(1) << 28, Device::cuda);
+      std::vector<Var> xs, ys;
+      std::vector<Param*> ws;
+      for (int64_t i = 0; i < 3; ++i) {
+        const int64_t channels = i == 2 ? other : d;
+        xs.push_back(step.input(Values(n * channels, uint64_t(10 + i)), {n, channels}));
+        ws.push_back(&step.keep(step.param("w", Values(channels * width, uint64_t(20 + i)), {channels, 1, width})));
+      }
+      const Batch batch = Batch::of_lengths({1, 90, 59});
+      if (together)
+        ys = conv_silu(xs, ws, batch, {nullptr, nullptr, nullptr});
+      else
+        for (size_t i = 0; i < 3; ++i) ys.push_back(conv_silu(xs[i], *ws[i], batch));
+      for (size_t i = 0; i < 3; ++i) write(ys[i].grad(), Values(ys[i].size(), uint64_t(30 + i)).data());
+      step.context.tape->run_backward();
+      for (size_t i = 0; i < 3; ++i)
+        for (const Tensor& t : {ys[i].value(), xs[i].grad(), ws[i]->grad}) {
+          if (!together) {
+            alone.push_back(testing::bytes_of(t));
+            continue;
+          }
+          EXPECT_EQ(testing::bytes_of(t), alone.front()) << d << " " << i;
+          alone.erase(alone.begin());
+        }
+    }
   }
 }
 

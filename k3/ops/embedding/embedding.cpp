@@ -1,7 +1,8 @@
 #include "k3/ops/embedding/embedding.h"
 
+#include <algorithm>
+
 #include "k3/core/error.h"
-#include "k3/core/gpu.h"
 #include "k3/ops/embedding/embedding_cuda.h"
 #include "k3/ops/embedding/embedding_kernels.h"
 #include "k3/tape/tape.h"
@@ -16,18 +17,20 @@ Var embedding(Context& c, const Tensor& ids, Param& table) {
            table.name, to_string(table.value.shape()), name_of(type));
   const bool here = ids.device() != Device::cuda;  // ids of the GPU were made there, by sampling: nobody can look at them in time
   K3_CHECK(here || (c.device == Device::cuda && !c.tape), "[embedding] ids must be in the memory of the CPU, to be checked there");
-  if (c.device != Device::null && here)
-    for (int64_t n = 0; n < rows; ++n)
+  auto check = [ids, &table, vocabulary] {
+    for (int64_t n = 0; n < ids.size(); ++n)
       K3_CHECK(ids.i32()[n] >= 0 && ids.i32()[n] < vocabulary, "[embedding] the id at position {} is {}, but {} has rows 0 to {}", n, ids.i32()[n],
                table.name, vocabulary - 1);
+  };
+  if (c.device != Device::null && here) check();
   Var y(c, DType::f32, {rows, d});
   cpu::EmbeddingArgs a{};
   a.rows = rows, a.d = d, a.ids = ids.i32(), a.y = y.f32();
-  if (c.device == Device::cuda && here) {
-    Tensor there = c.arena->lend(DType::i32, {rows});
-    write(there, ids.data());
-    a.ids = there.i32();
-  }
+  if (c.device == Device::cuda && here)
+    a.ids = c.fed<int32_t>(*c.arena, rows, [ids, check](int32_t* to) {
+      check();
+      std::copy_n(ids.i32(), ids.size(), to);
+    });
   if (type == DType::f32)
     a.table = table.value.f32();
   else
@@ -39,10 +42,11 @@ Var embedding(Context& c, const Tensor& ids, Param& table) {
     if (c.device == Device::cuda) gpu::check(cuda::embedding_forward(a, gpu::stream()));
   }
   if (table.grad.empty()) return y;
-  Tensor dtable = table.grad;
+  Tensor dtable = table.grad, touched = table.touched;
   on_backward(y, [=, &c] {
     cpu::EmbeddingArgs b = a;
     b.dy = y.grad().f32(), b.dtable = dtable.f32();
+    b.touched = touched.empty() ? nullptr : touched.as<uint8_t>(), b.part = kGradPart;
     c.cost("embedding", {.flops = n, .bytes = 12 * n});
     if (c.device == Device::cpu) cpu::embedding().embedding_backward(b);
     if constexpr (gpu::kBuilt) {

@@ -19,6 +19,8 @@ __global__ void __launch_bounds__(kThreads) backward_kernel(const cpu::Embedding
   int before = 0;
   for (int64_t m = threadIdx.x; m < n; m += kThreads) before |= a.ids[m] == id;
   if (__syncthreads_or(before)) return;
+  if (a.touched)
+    for (int64_t p = id * a.d / a.part + threadIdx.x; p <= (id * a.d + a.d - 1) / a.part; p += kThreads) a.touched[p] = 1;
   // the tokens of this id, found kThreads at a time
   __shared__ int32_t found[kThreads];
   __shared__ int count;

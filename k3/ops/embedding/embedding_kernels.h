@@ -13,6 +13,8 @@ struct EmbeddingArgs {
   float* y;                    // (rows, d)
   const float* dy;             // (rows, d)
   float* dtable;               // (V, d)   added to
+  uint8_t* touched;            // GPU: Param::touched of the table, or null
+  int64_t part;                // its grain
 };
 
 struct EmbeddingKernels {

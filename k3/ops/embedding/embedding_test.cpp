@@ -109,5 +109,24 @@ TEST(embedding, cuda_equals_cpu) {
   }
 }
 
+TEST(embedding, cuda_marks_the_parts_of_the_gradient_that_it_touches) {
+  if (const std::string why = gpu::why_not(); !why.empty()) GTEST_SKIP() << why;
+  const int64_t d = 300, vocabulary = 200, parts = (d * vocabulary + kGradPart - 1) / kGradPart;
+  testing::Step step(true, size_t(1) << 28, Device::cuda);
+  Param& p = step.keep(step.param("w", Values(vocabulary * d, 1), {vocabulary, d}));
+  p.touched = step.arena().lend_zeroed(DType::u8, {parts});
+  std::vector<int32_t> ids{3, 136, 3, 27};  // row 27 ends in part 0 and begins part 1 at 8192 = 27 * 300 + 92
+  step.backward(embedding(step.context, ids_of(ids), p), Values(4 * d, 2));
+  const HostCopy grad(p.grad), touched(p.touched);
+  std::vector<uint8_t> want(static_cast<size_t>(parts));
+  for (int32_t id : ids)
+    for (int64_t i = id * d; i < (id + 1) * d; ++i) want[size_t(i / kGradPart)] = 1;
+  int64_t marked = 0;
+  for (int64_t i = 0; i < parts; ++i) EXPECT_EQ(touched.tensor().as<uint8_t>()[i], want[size_t(i)]) << i, marked += want[size_t(i)];
+  EXPECT_LT(marked, parts);
+  for (int64_t i = 0; i < d * vocabulary; ++i)
+    if (!want[size_t(i / kGradPart)]) { EXPECT_EQ(grad.f32()[i], 0) << i; }
+}
+
 }  // namespace
 }  // namespace k3

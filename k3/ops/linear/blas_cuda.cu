@@ -26,14 +26,19 @@ struct Plan {
 
 struct Library {
   cublasLtHandle_t handle = nullptr;
-  void* workspace = nullptr;
+  std::map<void*, void*> workspaces;  // of each stream: their products run side by side
   const char* problem = nullptr;
   std::mutex mutex;
   using Key = std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, bool, bool, bool, bool, int64_t, int64_t, int64_t, int64_t>;
   std::map<Key, Plan> plans;
   Library() {
     if (cublasLtCreate(&handle) != CUBLAS_STATUS_SUCCESS) problem = "[linear] cuBLASLt does not start";
-    else if (cudaMalloc(&workspace, kWorkspace) != cudaSuccess) problem = "[linear] no room for 32 MB of cuBLASLt's workspace";
+  }
+  void* workspace(void* stream) {
+    std::lock_guard lock(mutex);
+    void*& w = workspaces[stream];
+    if (!w && cudaMalloc(&w, kWorkspace) != cudaSuccess) cudaGetLastError(), w = nullptr;
+    return w;
   }
   Plan& plan(const BlasProducts& w) {
     std::lock_guard lock(mutex);
@@ -106,8 +111,10 @@ const char* blas_products(const BlasProducts& w, void* stream) {
   if (library.problem) return library.problem;
   const Plan& q = library.plan(w);
   if (!q.found) return "[linear] cuBLASLt has no product of this shape; leave out --bf16";
+  void* workspace = library.workspace(stream);
+  if (!workspace) return "[linear] no room for 32 MB of cuBLASLt's workspace";
   const auto status = cublasLtMatmul(library.handle, q.product, &w.alpha, w.b, q.first, w.a, q.second, &w.beta, w.c, q.result, w.result, q.result, &q.algorithm,
-                                     library.workspace, kWorkspace, stream_of(stream));
+                                     workspace, kWorkspace, stream_of(stream));
   return status == CUBLAS_STATUS_SUCCESS ? nullptr : cublasLtGetStatusString(status);
 }
 

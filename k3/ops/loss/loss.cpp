@@ -49,19 +49,27 @@ std::vector<int64_t> counted_rows(const Tensor& targets, const Param& head) {
   return rows;
 }
 
+// Where the GPU reads which rows count, and behind them their targets: (2, rows.size()). A captured step has as many in every run.
+template <class Lender>
+const int32_t* fed_rows(const Context& c, Lender& lender, const Tensor& targets, const Param& head, int64_t count) {
+  return c.fed<int32_t>(lender, 2 * count, [targets, &head, count](int32_t* to) {
+    const std::vector<int64_t> rows = counted_rows(targets, head);
+    K3_CHECK(int64_t(rows.size()) == count, "[cross_entropy] {} targets count in a step captured with {}", rows.size(), count);
+    for (int64_t i = 0; i < count; ++i) to[i] = int32_t(rows[size_t(i)]), to[count + i] = targets.i32()[rows[size_t(i)]];
+  });
+}
+
 constexpr int64_t kNarrowPieceBytes = int64_t(2) << 30;
 
 // Training with products in bfloat16: logits in bfloat16 too, which become their own gradient in place; as many rows at once as fit, since each piece
 // reads and writes the head and its gradient.
-void narrow_on_gpu(const Var& x, Param& head, const Tensor& targets, const std::vector<int64_t>& rows, float weight, Loss& loss) {
+void narrow_on_gpu(const Var& x, Param& head, const Tensor& targets, float weight, Loss& loss) {
   if constexpr (gpu::kBuilt) {
     Context& c = x.context();
     const int64_t d = x.cols(), vocabulary = head.value.rows(), most = std::clamp<int64_t>(kNarrowPieceBytes / (2 * vocabulary), 32, 1 << 20);
     Tensor dx = x.grad();
     Scratch scratch(*c.arena);
-    std::vector<int32_t> lists(rows.begin(), rows.end());  // the rows, then their targets
-    for (int64_t n : rows) lists.push_back(targets.i32()[n]);
-    const int32_t* there = listed(c.device, scratch, lists);
+    const int32_t* there = fed_rows(c, scratch, targets, head, loss.count);
     const int64_t piece = std::min(most, loss.count);
     Tensor xs = scratch.lend(DType::bf16, {piece, d}), logits = scratch.lend(DType::bf16, {piece, vocabulary});
     Tensor losses = scratch.lend(DType::f32, {piece}), dxs = scratch.lend(DType::f32, {piece, d}), copy;
@@ -96,17 +104,14 @@ struct Piece {
 };
 
 // The same pieces as on the CPU. A bfloat16 head is widened inside the products.
-void on_gpu(const Var& x, const Param& head, const Tensor& targets, const std::vector<int64_t>& rows, float weight, Loss& loss, const Piece& piece) {
+void on_gpu(const Var& x, const Param& head, const Tensor& targets, float weight, Loss& loss, const Piece& piece) {
   if constexpr (gpu::kBuilt) {
     Context& c = x.context();
     const int64_t d = x.cols(), vocabulary = head.value.rows();
     const bool gradient = c.tape != nullptr, wide = head.value.dtype() == DType::f32;
     Tensor dx = gradient ? x.grad() : Tensor(), dhead = gradient ? head.grad : Tensor();
     Scratch scratch(*c.arena);
-    std::vector<int32_t> at(rows.begin(), rows.end()), wanted;
-    for (int64_t n : rows) wanted.push_back(targets.i32()[n]);
-    Tensor there = scratch.lend(DType::i32, {loss.count}), targets_there = scratch.lend(DType::i32, {loss.count});
-    write(there, at.data()), write(targets_there, wanted.data());
+    const int32_t *there = fed_rows(c, scratch, targets, head, loss.count), *targets_there = there + loss.count;
     // bfloat16 operands where the layers have them (linear.cpp); the head is narrowed once
     const bool narrow = c.bf16_products && d % 8 == 0 && vocabulary % 8 == 0;
     auto narrowed = [&](const float* from, Tensor& room, int64_t n) -> const void* {
@@ -125,11 +130,11 @@ void on_gpu(const Var& x, const Param& head, const Tensor& targets, const std::v
     const float* w = wide ? head.value.f32() : nullptr;
     for (int64_t first = 0; first < loss.count; first += piece.rows) {
       const int64_t m = std::min(piece.rows, loss.count - first);
-      const int32_t* row = there.i32() + first;
+      const int32_t* row = there + first;
       gpu::check(cuda::gather_rows(x.f32(), row, piece.x, m, d, gpu::stream()));
       const void* xs = narrow ? narrowed(piece.x, x_room, m * d) : nullptr;
       product_with_head(x_wt(piece.x, w, piece.logits, m, vocabulary, d), xs);
-      gpu::check(cuda::cross_entropy({m, vocabulary, piece.logits, targets_there.i32() + first, piece.losses, gradient, weight}, gpu::stream()));
+      gpu::check(cuda::cross_entropy({m, vocabulary, piece.logits, targets_there + first, piece.losses, gradient, weight}, gpu::stream()));
       gpu::check(cuda::scatter_rows(piece.losses, row, loss.per_token.f32(), m, 1, false, gpu::stream()));
       if (!gradient) continue;
       const void* dl = narrow ? narrowed(piece.logits, logits_room, m * vocabulary) : nullptr;
@@ -177,9 +182,9 @@ Loss cross_entropy(Var x, Param& head, const Tensor& targets, float weight) {
   if (!data) return loss;
   if (c.device == Device::cuda) {
     if (gradient && c.bf16_products && wide && d % 8 == 0 && vocabulary % 8 == 0)
-      narrow_on_gpu(x, head, targets, rows, weight, loss);
+      narrow_on_gpu(x, head, targets, weight, loss);
     else
-      on_gpu(x, head, targets, rows, weight, loss, {piece, xs.f32(), ls.f32(), losses.f32(), gradient ? dxs.f32() : nullptr});
+      on_gpu(x, head, targets, weight, loss, {piece, xs.f32(), ls.f32(), losses.f32(), gradient ? dxs.f32() : nullptr});
     if (c.later) {
       loss.sum = NAN;
     } else {

@@ -4,7 +4,7 @@
 #include <cmath>
 
 #include "k3/core/error.h"
-#include "k3/core/gpu.h"
+#include "k3/core/listed.h"
 #include "k3/core/threads.h"
 #include "k3/ops/moe/moe_float_cuda.h"
 
@@ -24,18 +24,15 @@ std::vector<float> centred(const std::vector<double>& b) {
 }
 
 // Only the counts come to the host, not the scores.
-void observe_on_gpu(MarginHistogram& h, const Routing& r, const Batch& batch, float width) {
+void observe_on_gpu(MarginHistogram& h, const Routing& r, const Batch& batch) {
   if constexpr (gpu::kBuilt) {
     const Context& c = r.weights.context();
     Scratch scratch(*c.arena);
-    Tensor counts = scratch.lend_zeroed(DType::i32, {h.experts, h.bins}), padding;
-    if (!batch.padding.empty()) {
-      padding = scratch.lend(DType::u8, {int64_t(batch.padding.size())});
-      write(padding, batch.padding.data());
-    }
-    gpu::check(cuda::observe_margins({r.scores.f32(), r.cutoff.f32(), padding.empty() ? nullptr : padding.as<uint8_t>(), r.scores.rows(), h.experts,
-                                      h.bins, h.lo, width, counts.i32()},
-                                     gpu::stream()));
+    Tensor counts = scratch.lend_zeroed(DType::i32, {h.experts, h.bins});
+    const uint8_t* padding = batch.padding.empty() ? nullptr : listed(c.device, scratch, batch.padding);
+    const float* range = c.fed<float>(scratch, 2, [&h](float* to) { to[0] = h.lo, to[1] = h.width(); });
+    gpu::check(
+        cuda::observe_margins({r.scores.f32(), r.cutoff.f32(), padding, r.scores.rows(), h.experts, h.bins, range, counts.i32()}, gpu::stream()));
     c.read(counts, [&h](const void* p) {
       const int32_t* made = static_cast<const int32_t*>(p);
       for (size_t i = 0; i < h.counts.size(); ++i) h.counts[i] += made[i];
@@ -89,8 +86,8 @@ void observe(MarginHistogram& h, const Routing& r, const Batch& batch) {
   int64_t e = r.scores.cols(), n = r.scores.rows();
   K3_CHECK(h.experts == e, "[balance] the histogram has {} experts but {} were scored", h.experts, e);
   if (r.scores.device() == Device::null) return;
-  const float width = (h.hi - h.lo) / float(h.bins);
-  if (r.scores.device() == Device::cuda) return observe_on_gpu(h, r, batch, width);
+  if (r.scores.device() == Device::cuda) return observe_on_gpu(h, r, batch);
+  const float width = h.width();
   auto counted = [&](int64_t i) { return !is_padding(batch, i) && std::isfinite(r.cutoff.f32()[i]); };
   for (int64_t i = 0; i < n; ++i) h.tokens += counted(i);
   parallel_blocks(e, 16, [&](int64_t first, int64_t last) {  // each call owns sixteen experts' counters and walks all tokens

@@ -27,6 +27,7 @@ struct MarginHistogram {
   explicit MarginHistogram(const Tensor& bias, int64_t bins = 1000) { reset(bias, bins); }
   void reset(const Tensor& bias, int64_t bins = 1000);
   void add(const MarginHistogram& other);  // another rank's; same range
+  float width() const { return (hi - lo) / float(bins); }
 };
 
 // load[j] += rows that chose expert j; on a GPU, as of observe(), when Context::read gives the counts

@@ -61,16 +61,16 @@ Routing route(Var x, Param& gate, Param& bias, const RouteOptions& o, const Batc
   r.scores = c.arena->lend(DType::f32, {n, e});
   r.cutoff = c.arena->lend(DType::f32, {n});
   r.margin = c.arena->lend(DType::f32, {n});
-  Tensor padding;  // a copy: the backward may run when the Batch is gone
-  if (!batch.padding.empty()) {
-    padding = c.arena->lend(DType::u8, {n});
-    write(padding, batch.padding.data());
+  const uint8_t* padding = nullptr;  // a copy: the backward may run when the Batch is gone
+  if (!batch.padding.empty() && c.device == Device::cuda) {
+    padding = listed(c.device, *c.arena, batch.padding);
+  } else if (!batch.padding.empty()) {
+    Tensor copy = c.arena->lend(DType::u8, {n});
+    write(copy, batch.padding.data());
+    padding = copy.as<uint8_t>();
   }
   cpu::RouteArgs a{};
-  a.logits = logits.f32(), a.bias = bias.value.f32(),
-  a.padding = batch.step        ? batch.step->padding
-              : padding.empty() ? nullptr
-                                : padding.as<uint8_t>();
+  a.logits = logits.f32(), a.bias = bias.value.f32(), a.padding = batch.step ? batch.step->padding : padding;
   Tensor choices = forced ? *forced : Tensor();
   if (forced && c.device == Device::cuda && forced->device() == Device::cpu) {
     choices = c.arena->lend(DType::i32, {n, k});

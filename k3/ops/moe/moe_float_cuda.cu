@@ -264,7 +264,7 @@ __global__ void __launch_bounds__(32) list_kernel(const GroupedArgs a) {
 __global__ void __launch_bounds__(256) observe_kernel(const ObserveArgs a) {
   const int64_t i = int64_t(blockIdx.x) * 256 + threadIdx.x, row = i / a.experts, j = i % a.experts;
   if (row >= a.rows || (a.padding && a.padding[row]) || !isfinite(a.cutoff[row])) return;
-  const float at = (a.cutoff[row] - a.scores[i] - a.lo) / a.width;
+  const float at = (a.cutoff[row] - a.scores[i] - a.range[0]) / a.range[1];
   const int64_t bin = !(at < float(a.bins)) ? a.bins - 1 : at > 0.f ? int64_t(at) : 0;  // a NaN score counts as never chosen
   atomicAdd(a.counts + j * a.bins + bin, 1);
 }

@@ -54,8 +54,8 @@ struct ObserveArgs {
   const float *scores, *cutoff;  // (rows, experts), (rows)
   const uint8_t* padding;        // (rows) or null
   int64_t rows, experts, bins;
-  float lo, width;
-  int32_t* counts;  // (experts, bins), zero at first
+  const float* range;  // (2): lowest margin and width of a bin, of the device
+  int32_t* counts;     // (experts, bins), zero at first
 };
 const char* count_choices(const int32_t* chosen, int64_t n, int64_t experts, int32_t* counts, void* stream);  // added to; -1 is none
 const char* observe_margins(const ObserveArgs&, void* stream);

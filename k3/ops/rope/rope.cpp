@@ -3,7 +3,7 @@
 #include <cmath>
 
 #include "k3/core/error.h"
-#include "k3/core/gpu.h"
+#include "k3/core/listed.h"
 #include "k3/core/threads.h"
 #include "k3/ops/rope/rope_cuda.h"
 #include "k3/tape/tape.h"
@@ -45,9 +45,8 @@ void rotate_on_gpu([[maybe_unused]] Context& c, [[maybe_unused]] const float* x,
                    [[maybe_unused]] bool add) {
   if constexpr (gpu::kBuilt) {
     Scratch scratch(*c.arena);
-    Tensor at = scratch.lend(DType::i64, {int64_t(positions.size())});
-    write(at, positions.data());
-    gpu::check(cuda::rope({int64_t(positions.size()), s.heads, s.plain, s.width, s.theta, at.as<int64_t>(), x, y, direction, add}, gpu::stream()));
+    const int64_t* at = listed(c.device, scratch, positions);
+    gpu::check(cuda::rope({int64_t(positions.size()), s.heads, s.plain, s.width, s.theta, at, x, y, direction, add}, gpu::stream()));
   }
 }
 

@@ -306,7 +306,7 @@ void muon_step(Context& c, const std::vector<MuonMatrix>& list, const MuonOption
         memory += pieces[i].rows * pieces[i].cols;
         wave.push_back(block_at(pieces[i].rows, pieces[i].cols, x, memory));
       }
-      auto step = [&](size_t i) { return o.lr * (0.2f * std::sqrt(float(wave[i].n()))); };
+      auto step = [&](size_t i) { return 0.2f * std::sqrt(float(wave[i].n())); };
       if constexpr (gpu::kBuilt) {
         if (c.device == Device::cuda) {
           auto listed_pieces = [&](Scratch& s) {  // Newton-Schulz may move a block's x
@@ -319,7 +319,7 @@ void muon_step(Context& c, const std::vector<MuonMatrix>& list, const MuonOption
           };
           gpu::check(cuda::muon_momentum(listed_pieces(scratch), int64_t(wave.size()), o.momentum, o.grad_scale, o.nesterov, o.gate, gpu::stream()));
           orthogonalise(c, wave);
-          gpu::check(cuda::muon_apply(listed_pieces(scratch), int64_t(wave.size()), o.lr * o.weight_decay, o.gate, gpu::stream()));
+          gpu::check(cuda::muon_apply(listed_pieces(scratch), int64_t(wave.size()), o.lr, o.weight_decay, o.gate, gpu::stream()));
           at = end;
           continue;
         }
@@ -331,7 +331,7 @@ void muon_step(Context& c, const std::vector<MuonMatrix>& list, const MuonOption
       });
       orthogonalise(c, wave);
       over_elements(wave.size(), size, [&](size_t i, int64_t first, int64_t last) {
-        cpu::update().apply(pieces[at + i].weight + first, wave[i].x + first, step(i), o.lr * o.weight_decay, last - first);
+        cpu::update().apply(pieces[at + i].weight + first, wave[i].x + first, o.lr * step(i), o.lr * o.weight_decay, last - first);
       });
     }
     at = end;

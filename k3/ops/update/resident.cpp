@@ -15,12 +15,15 @@ namespace {
 constexpr int kSteps = 5;
 constexpr float kA = 3.4445f, kB = -4.7750f, kC = 2.0315f;
 
+static_assert(kGradPart == cuda::kUpdateBlock);
+
 int64_t eights(int64_t n) { return (n + 7) / 8 * 8; }
 
 }  // namespace
 
 struct ResidentUpdate::Lists {
   const float* const* grads;
+  const uint8_t* const* touched;
   const int64_t* sizes;
   const int32_t *norm_begins, *adamw_begins, *tile_begins;
   const int64_t* x_begins;
@@ -43,13 +46,15 @@ ResidentUpdate::ResidentUpdate(std::vector<Param*> all, std::vector<AdamW> adamw
     : all_(std::move(all)), adamw_(std::move(adamw)), muon_(std::move(muon)), at_(std::make_shared<Lists>()) {
   Lists& l = *at_;
   std::vector<const float*> grads;
+  std::vector<const uint8_t*> touched;
   std::vector<int64_t> sizes;
   std::vector<int32_t> begins{0};
   for (const Param* p : all_) {
+    touched.push_back(p->touched.empty() ? nullptr : p->touched.as<uint8_t>());
     grads.push_back(p->grad.f32()), sizes.push_back(p->grad.size());
     begins.push_back(begins.back() + int32_t(cuda::update_blocks(p->grad.size())));
   }
-  l.grads = keep(grads), l.sizes = keep(sizes), l.norm_begins = keep(begins), l.norm_blocks = begins.back();
+  l.grads = keep(grads), l.touched = keep(touched), l.sizes = keep(sizes), l.norm_begins = keep(begins), l.norm_blocks = begins.back();
 
   begins = {0};
   for (const AdamW& a : adamw_) begins.push_back(begins.back() + int32_t(cuda::update_blocks(a.m.size())));
@@ -79,26 +84,26 @@ ResidentUpdate::ResidentUpdate(std::vector<Param*> all, std::vector<AdamW> adamw
   std::vector<int64_t> x_begins{0};
   begins = {0};
   for (Piece& p : pieces) {
-    if (groups_.empty() || groups_.back().m != p.m || groups_.back().n != p.n) groups_.push_back({p.m, p.n, 0, x_begins.back()});
-    ++groups_.back().count;
+    if (groups_.empty() || groups_.back().m != p.m || groups_.back().n != p.n) groups_.push_back({p.m, p.n, 0, x_begins.back(), l.squares});
+    ++groups_.back().count, l.squares += p.m * p.m;
     p.b.x = x_begins.back();
     blocks.push_back(p.b);
     x_begins.push_back(x_begins.back() + p.m * p.n);
     auto tiles = [](int64_t n) { return (n + cuda::kMuonTile - 1) / cuda::kMuonTile; };
     begins.push_back(begins.back() + int32_t(tiles(p.b.rows) * tiles(p.b.cols)));
   }
-  for (const Group& g : groups_) l.squares = std::max(l.squares, g.count * g.m * g.m);
   l.blocks = keep(blocks), l.x_begins = keep(x_begins), l.tile_begins = keep(begins);
   l.tiles = begins.back(), l.matrices = int64_t(blocks.size()), l.elements = x_begins.back();
   l.gate = reinterpret_cast<cuda::StepGate*>(lists_.emplace_back(sizeof(cuda::StepGate), Device::cuda).data());
 }
 
 // Five steps leave the result in y. Z = b S + c S S without a I: that comes with X, which is C of the last product.
-void ResidentUpdate::orthogonalise([[maybe_unused]] Context& c, [[maybe_unused]] void* x, [[maybe_unused]] void* y, [[maybe_unused]] void* s,
-                                   [[maybe_unused]] void* z) const {
+void ResidentUpdate::orthogonalise([[maybe_unused]] void* xs, [[maybe_unused]] void* ys, [[maybe_unused]] void* squares,
+                                   [[maybe_unused]] void* polynomials, [[maybe_unused]] gpu::Branches& side) const {
   if constexpr (gpu::kBuilt) {
-    for (const Group& g : groups_) {
-      auto *from = static_cast<bf16*>(x) + g.at, *to = static_cast<bf16*>(y) + g.at;
+    auto run = [&](const Group& g) {
+      auto *from = static_cast<bf16*>(xs) + g.at, *to = static_cast<bf16*>(ys) + g.at;
+      auto *s = static_cast<bf16*>(squares) + g.square_at, *z = static_cast<bf16*>(polynomials) + g.square_at;
       const int64_t m = g.m, n = g.n;
       for (int i = 0; i < kSteps; ++i) {
         const Product gram{m, m, n, nullptr, n, false, nullptr, n, true, nullptr, m, false};
@@ -109,7 +114,8 @@ void ResidentUpdate::orthogonalise([[maybe_unused]] Context& c, [[maybe_unused]]
         gpu::check(cuda::blas_products({apply, z, from, from, to, true, 1, kA, g.count, m * m, m * n, m * n}, gpu::stream()));
         std::swap(from, to);
       }
-    }
+    };
+    for (size_t i = 0; i < groups_.size(); ++i) side.run(int(i) % gpu::Branches::kMost, [&] { run(groups_[i]); });
   }
 }
 
@@ -118,9 +124,14 @@ void ResidentUpdate::step(Context& c, const AdamWOptions& a, const MuonOptions& 
     Lists& l = *at_;
     Scratch scratch(*c.arena);
     Tensor sums = scratch.lend(DType::f64, {int64_t(all_.size())}), partial = scratch.lend(DType::f64, {l.norm_blocks});
-    gpu::check(cuda::gradient_norm(
-        {l.grads, l.sizes, l.norm_begins, int64_t(all_.size()), l.norm_blocks, partial.as<double>(), sums.as<double>(), clip, l.gate},
-        gpu::stream()));
+    set(a.lr, o.lr, a.step);
+    const float* rates = c.fed<float>(scratch, 4, [this, beta1 = a.beta1, beta2 = a.beta2](float* to) {
+      auto correct = [&](float beta) { return float(1 / (1 - std::pow(double(beta), double(step_)))); };
+      to[0] = adamw_lr_, to[1] = muon_lr_, to[2] = correct(beta1), to[3] = correct(beta2);
+    });
+    gpu::check(cuda::gradient_norm({l.grads, l.touched, l.sizes, l.norm_begins, int64_t(all_.size()), l.norm_blocks, partial.as<double>(),
+                                    sums.as<double>(), clip, reinterpret_cast<const cuda::StepRates*>(rates), l.gate},
+                                   gpu::stream()));
     c.read(sums, [this, done = std::move(done)](const void* p) {
       GradientNorm g;
       double total = 0;
@@ -132,20 +143,17 @@ void ResidentUpdate::step(Context& c, const AdamWOptions& a, const MuonOptions& 
       g.norm = std::sqrt(total);
       done(g);
     });
-    if (!adamw_.empty()) {
-      if (!l.adamw || l.decay != a.weight_decay) {
-        std::vector<cuda::AdamwTensor> list;
-        for (const AdamW& t : adamw_)
-          list.push_back({t.param->value.f32(), t.m.f32(), t.v.f32(), t.param->grad.f32(), t.param->narrow.empty() ? nullptr : t.param->narrow.data(),
-                          t.m.size(), t.decay ? a.weight_decay : 0.f});
-        l.adamw = keep(list), l.decay = a.weight_decay;
-      }
-      const float correct1 = float(1 / (1 - std::pow(double(a.beta1), double(a.step)))),
-                  correct2 = float(1 / (1 - std::pow(double(a.beta2), double(a.step))));
-      gpu::check(
-          cuda::adamw({l.adamw, l.adamw_begins, int64_t(adamw_.size()), l.adamw_blocks, a.lr, a.beta1, a.beta2, a.eps, correct1, correct2, l.gate},
-                      gpu::stream()));
+    if (c.later)  // the host need not wait for the updates
+      c.later->seal(c.fed<uint64_t>(scratch, 1, [later = c.later](uint64_t* to) { *to = later->next_stamp(); }));
+    if (!l.adamw || l.decay != a.weight_decay) {
+      std::vector<cuda::AdamwTensor> list;
+      for (const AdamW& t : adamw_)
+        list.push_back({t.param->value.f32(), t.m.f32(), t.v.f32(), t.param->grad.f32(), t.param->narrow.empty() ? nullptr : t.param->narrow.data(),
+                        t.param->touched.empty() ? nullptr : t.param->touched.as<uint8_t>(), t.m.size(), t.decay ? a.weight_decay : 0.f});
+      l.adamw = keep(list), l.decay = a.weight_decay;
     }
+    if (!adamw_.empty())
+      gpu::check(cuda::adamw({l.adamw, l.adamw_begins, int64_t(adamw_.size()), l.adamw_blocks, a.beta1, a.beta2, a.eps, l.gate}, gpu::stream()));
     if (muon_.empty()) return;
     if (!c.bf16_products) {
       std::vector<MuonMatrix> list;
@@ -158,10 +166,13 @@ void ResidentUpdate::step(Context& c, const AdamWOptions& a, const MuonOptions& 
     Tensor s = scratch.lend(DType::bf16, {l.squares}), z = scratch.lend(DType::bf16, {l.squares});
     Tensor parts = scratch.lend(DType::f64, {l.tiles}), factors = scratch.lend(DType::f32, {l.matrices});
     if (l.padded) gpu::clear(x.data(), x.bytes());
-    cuda::MuonListArgs m{l.blocks,      l.tile_begins, l.matrices, l.tiles, l.elements,     x.data(),   parts.as<double>(),
-                         factors.f32(), l.x_begins,    o.momentum, o.lr,    o.weight_decay, o.nesterov, l.gate};
+    cuda::MuonListArgs m{l.blocks,      l.tile_begins, l.matrices, l.tiles,        l.elements, x.data(), parts.as<double>(),
+                         factors.f32(), l.x_begins,    o.momentum, o.weight_decay, o.nesterov, l.gate};
     gpu::check(cuda::muon_ahead(m, gpu::stream()));
-    orthogonalise(c, x.data(), y.data(), s.data(), z.data());
+    {
+      gpu::Branches shapes;
+      orthogonalise(x.data(), y.data(), s.data(), z.data(), shapes);
+    }
     m.x = y.data();
     gpu::check(cuda::muon_apply(m, gpu::stream()));
   }

@@ -36,6 +36,10 @@ __global__ void __launch_bounds__(kThreads) squares_kernel(const NormArgs a) {
   const float* x = a.grads[i];
   const int64_t first = (int64_t(blockIdx.x) - a.begins[i]) * kUpdateBlock, n = min(kUpdateBlock, a.sizes[i] - first);
   double sum = 0;
+  if (a.touched[i] && !a.touched[i][blockIdx.x - a.begins[i]]) {
+    if (threadIdx.x == 0) a.partial[blockIdx.x] = 0;
+    return;
+  }
   if (n == kUpdateBlock) {
     float4 v[kUpdateBlock / 4 / kThreads];
 #pragma unroll
@@ -61,21 +65,23 @@ __global__ void __launch_bounds__(kThreads) gate_kernel(const NormArgs a) {
   sum = block_sum(sum);
   if (threadIdx.x) return;
   const double norm = sqrt(sum);
-  *a.gate = {norm, a.clip > 0 && norm > a.clip ? float(a.clip / norm) : 1.f, isfinite(norm)};
+  *a.gate = {norm, a.clip > 0 && norm > a.clip ? float(a.clip / norm) : 1.f, isfinite(norm), *a.rates};
 }
 
-__device__ __forceinline__ void adamw_element(const AdamwListArgs& a, float decay, float g, float& w, float& m, float& v) {
+__device__ __forceinline__ void adamw_element(const AdamwListArgs& a, const StepRates& s, float decay, float g, float& w, float& m, float& v) {
   m = a.beta1 * m + (1.f - a.beta1) * g, v = a.beta2 * v + (1.f - a.beta2) * g * g;
-  w -= a.lr * (m * a.correct1 / (sqrtf(v * a.correct2) + a.eps) + decay * w);
+  w -= s.adamw_lr * (m * s.correct1 / (sqrtf(v * s.correct2) + a.eps) + decay * w);
 }
 
 __global__ void __launch_bounds__(kThreads) adamw_kernel(const AdamwListArgs a) {
   const StepGate gate = *a.gate;
   if (!gate.finite) return;
-  const int i = find(a.begins, int(a.count), int32_t(blockIdx.x));
+  const int32_t part = int32_t(blockIdx.x);
+  const int i = find(a.begins, int(a.count), part);
   const AdamwTensor t = a.list[i];
-  const int64_t first = (int64_t(blockIdx.x) - a.begins[i]) * kUpdateBlock, n = min(kUpdateBlock, t.n - first);
+  const int64_t first = (int64_t(part) - a.begins[i]) * kUpdateBlock, n = min(kUpdateBlock, t.n - first);
   nv_bf16* copy = static_cast<nv_bf16*>(t.copy);
+  const bool zero = t.touched && !t.touched[part - a.begins[i]];
   if (n == kUpdateBlock) {
     constexpr int kTogether = 2;  // loads of so many fours are on their way before the first is stored
     for (int j = 0; j < int(kUpdateBlock / 4 / kThreads); j += kTogether) {
@@ -86,13 +92,17 @@ __global__ void __launch_bounds__(kThreads) adamw_kernel(const AdamwListArgs a) 
 #pragma unroll
       for (int i = 0; i < kTogether; ++i) {
         const int64_t x = at + i * kThreads * 4;
-        load(w[i], t.weight + x), load(m[i], t.m + x), load(v[i], t.v + x), load(g[i], t.grad + x);
+        load(w[i], t.weight + x), load(m[i], t.m + x), load(v[i], t.v + x);
+        if (zero)
+          g[i][0] = g[i][1] = g[i][2] = g[i][3] = 0.f;
+        else
+          load(g[i], t.grad + x);
       }
 #pragma unroll
       for (int i = 0; i < kTogether; ++i) {
         const int64_t x = at + i * kThreads * 4;
 #pragma unroll
-        for (int e = 0; e < 4; ++e) adamw_element(a, t.decay, g[i][e] * gate.scale, w[i][e], m[i][e], v[i][e]);
+        for (int e = 0; e < 4; ++e) adamw_element(a, gate.rates, t.decay, g[i][e] * gate.scale, w[i][e], m[i][e], v[i][e]);
         store(t.weight + x, w[i]), store(t.m + x, m[i]), store(t.v + x, v[i]);
         if (copy) *reinterpret_cast<uint2*>(copy + x) = make_uint2(pack(w[i][0], w[i][1]), pack(w[i][2], w[i][3]));
       }
@@ -101,10 +111,18 @@ __global__ void __launch_bounds__(kThreads) adamw_kernel(const AdamwListArgs a) 
   }
   for (int64_t at = first + threadIdx.x; at < first + n; at += kThreads) {
     float w = t.weight[at], m = t.m[at], v = t.v[at];
-    adamw_element(a, t.decay, t.grad[at] * gate.scale, w, m, v);
+    adamw_element(a, gate.rates, t.decay, zero ? 0.f : t.grad[at] * gate.scale, w, m, v);
     t.weight[at] = w, t.m[at] = m, t.v[at] = v;
     if (copy) copy[at] = __float2bfloat16_rn(w);
   }
+}
+
+__global__ void __launch_bounds__(kThreads) clear_kernel(float* grad, int64_t n, uint8_t* touched) {
+  const bool some = touched[blockIdx.x];
+  __syncthreads();
+  if (!some) return;
+  for (int64_t i = blockIdx.x * kUpdateBlock + threadIdx.x, end = min(n, (blockIdx.x + 1) * kUpdateBlock); i < end; i += kThreads) grad[i] = 0.f;
+  if (threadIdx.x == 0) touched[blockIdx.x] = 0;
 }
 
 constexpr int T = int(kMuonTile), kRows = kThreads / 32;  // a warp has a row of a tile, two columns a lane
@@ -192,7 +210,7 @@ __global__ void __launch_bounds__(kThreads) apply_kernel(const MuonListArgs a) {
         if (t.r0 + r < b.rows && t.c0 + c < b.cols) turned[r][c] = __bfloat162float(x[int64_t(t.c0 + c) * b.ld + t.r0 + r]);
     __syncthreads();
   }
-  const float step = a.lr * b.step, decay = a.lr * a.decay;
+  const float lr = a.gate->rates.muon_lr, step = lr * b.step, decay = lr * a.decay;
   float o[T / kRows][2], w[T / kRows][2];
 #pragma unroll
   for (int i = 0; i < T / kRows; ++i)
@@ -222,6 +240,10 @@ const char* gradient_norm(const NormArgs& a, void* stream) {
   if (a.blocks) squares_kernel<<<unsigned(a.blocks), kThreads, 0, stream_of(stream)>>>(a);
   if (a.count) totals_kernel<<<unsigned(a.count), kThreads, 0, stream_of(stream)>>>(a);
   gate_kernel<<<1, kThreads, 0, stream_of(stream)>>>(a);
+  return launched();
+}
+const char* clear_touched(float* grad, int64_t n, uint8_t* touched, void* stream) {
+  if (n) clear_kernel<<<unsigned(update_blocks(n)), kThreads, 0, stream_of(stream)>>>(grad, n, touched);
   return launched();
 }
 const char* adamw(const AdamwListArgs& a, void* stream) {

@@ -5,32 +5,41 @@
 
 namespace k3::cuda {
 
+// What the host says of a step: learning rates of AdamW and Muon, and what undoes the moments' bias, 1 / (1 - beta^t).
+struct StepRates {
+  float adamw_lr, muon_lr, correct1, correct2;
+};
 // What all updates of a step read. Where a gradient is not finite, they change nothing.
 struct StepGate {
   double norm;
   float scale;     // of the gradients: clip / norm, at most 1
   int32_t finite;  // 0: the norm is not
+  StepRates rates;
 };
 
-constexpr int64_t kUpdateBlock = 8192;  // elements a block
+constexpr int64_t kUpdateBlock = 8192;  // elements a block; Param::touched's grain
 constexpr int64_t update_blocks(int64_t n) { return (n + kUpdateBlock - 1) / kUpdateBlock; }
 
 // sums[i] = sum of squares of grad[i]; then the gate from all of them
 struct NormArgs {
-  const float* const* grads;  // (count)
-  const int64_t* sizes;       // (count)
-  const int32_t* begins;      // (count + 1) sum of update_blocks() before each
+  const float* const* grads;      // (count)
+  const uint8_t* const* touched;  // (count): Param::touched, or null
+  const int64_t* sizes;           // (count)
+  const int32_t* begins;          // (count + 1) sum of update_blocks() before each
   int64_t count, blocks;
   double *partial, *sums;  // (blocks), (count)
   double clip;             // 0: off
+  const StepRates* rates;
   StepGate* gate;
 };
 const char* gradient_norm(const NormArgs&, void* stream);
+const char* clear_touched(float* grad, int64_t n, uint8_t* touched, void* stream);  // what is touched becomes zero, and untouched
 
 struct AdamwTensor {
   float *weight, *m, *v;
   const float* grad;
-  void* copy;  // bf16, or null
+  void* copy;              // bf16, or null
+  const uint8_t* touched;  // (update_blocks(n)), 0: the block's gradient is zero and not read; or null
   int64_t n;
   float decay;
 };
@@ -38,7 +47,7 @@ struct AdamwListArgs {
   const AdamwTensor* list;
   const int32_t* begins;  // (count + 1)
   int64_t count, blocks;
-  float lr, beta1, beta2, eps, correct1, correct2;
+  float beta1, beta2, eps;
   const StepGate* gate;
 };
 const char* adamw(const AdamwListArgs&, void* stream);
@@ -63,7 +72,7 @@ struct MuonListArgs {
   double* partial;          // (tiles)
   float* factors;           // (count): 1 / (|x| + 1e-7)
   const int64_t* x_begins;  // (count + 1)
-  float momentum, lr, decay;
+  float momentum, decay;
   bool nesterov;
   const StepGate* gate;
 };

@@ -34,7 +34,7 @@ void newton_schulz(Context& c, const Tensor& x);
 struct MuonOptions {
   float lr = 0, momentum = 0.95f, weight_decay = 0.1f, grad_scale = 1;
   bool nesterov = true;
-  const cuda::StepGate* gate = nullptr;  // GPU: takes the place of grad_scale, and may forbid the step (resident.h)
+  const cuda::StepGate* gate = nullptr;  // GPU: takes the place of lr and grad_scale, and may forbid the step (resident.h)
 };
 struct MuonMatrix {
   Tensor weight, grad, momentum;  // (rows, cols)

@@ -113,6 +113,21 @@ struct Whole {
       Param* p = param(uint64_t(rows * 1000 + cols + blocks), {rows, cols});
       muon.push_back({p, moment(7, {rows, cols}), blocks});
     }
+    {  // a gradient of three parts and a rest, of which one part and the rest were touched: what else is there is not looked at
+      const int64_t n = 3 * kGradPart + 100;
+      Param* p = param(11, {n});
+      adamw.push_back({p, moment(0, {n}), moment(0, {n}), true});
+      const bool there = c.device == Device::cuda;
+      Values g(n, 12);
+      for (int64_t i = 0; i < n; ++i)
+        if (i / kGradPart % 2 == 0) g[i] = there ? NAN : 0;
+      write(p->grad, g.data());
+      if (there) {
+        const uint8_t touched[4] = {0, 1, 0, 1};
+        p->touched = step.arena().lend(DType::u8, {4});
+        write(p->touched, touched);
+      }
+    }
     if (bad) {
       Values g(20000, 3);
       g[19999] = NAN;

@@ -58,10 +58,12 @@ __global__ void __launch_bounds__(kThreads) momentum_kernel(const MuonPiece* lis
     p.x[i] = nesterov ? __fmaf_rn(mu, m, g) : m;
   });
 }
-__global__ void __launch_bounds__(kThreads) apply_kernel(const MuonPiece* list, float decay, const StepGate* gate) {
+__global__ void __launch_bounds__(kThreads) apply_kernel(const MuonPiece* list, float lr, float decay, const StepGate* gate) {
   const MuonPiece p = list[blockIdx.y];
   if (gate && !gate->finite) return;
-  each(p.n, [&](int64_t i) { p.weight[i] = p.weight[i] - __fmaf_rn(p.step, p.x[i], decay * p.weight[i]); });
+  if (gate) lr = gate->rates.muon_lr;
+  const float step = lr * p.step, shrink = lr * decay;
+  each(p.n, [&](int64_t i) { p.weight[i] = p.weight[i] - __fmaf_rn(step, p.x[i], shrink * p.weight[i]); });
 }
 
 __global__ void __launch_bounds__(kThreads) combine_kernel(const SquareMatrix* list, float a, float b, float c) {
@@ -110,9 +112,9 @@ const char* muon_momentum(const MuonPiece* list, int64_t count, float mu, float 
   if (count) momentum_kernel<<<grid_of(count), kThreads, 0, cudaStream_t(stream)>>>(list, mu, s, nesterov, gate);
   return result();
 }
-const char* muon_apply(const MuonPiece* list, int64_t count, float decay, const StepGate* gate, void* stream) {
+const char* muon_apply(const MuonPiece* list, int64_t count, float lr, float decay, const StepGate* gate, void* stream) {
   if (const char* e = too_many(count)) return e;
-  if (count) apply_kernel<<<grid_of(count), kThreads, 0, cudaStream_t(stream)>>>(list, decay, gate);
+  if (count) apply_kernel<<<grid_of(count), kThreads, 0, cudaStream_t(stream)>>>(list, lr, decay, gate);
   return result();
 }
 const char* combine(const SquareMatrix* list, int64_t count, float a, float b, float c, void* stream) {

@@ -22,13 +22,13 @@ struct MuonPiece {
   const float* grad;
   float *momentum, *x;  // x: what is orthogonalised
   int64_t n;
-  float step;  // lr * 0.2 sqrt(max(rows, cols))
+  float step;  // 0.2 sqrt(max(rows, cols))
 };
 // momentum = mu momentum + s grad;  x = mu momentum + s grad with Nesterov, else momentum
 // With a gate, its scale takes the place of s, and nothing is done where it is closed.
 const char* muon_momentum(const MuonPiece* list, int64_t count, float mu, float s, bool nesterov, const StepGate* gate, void* stream);
-// weight -= step x + decay weight
-const char* muon_apply(const MuonPiece* list, int64_t count, float decay, const StepGate* gate, void* stream);
+// weight -= lr (step x + decay weight); with a gate, its lr
+const char* muon_apply(const MuonPiece* list, int64_t count, float lr, float decay, const StepGate* gate, void* stream);
 
 struct SquareMatrix {
   const float* s;  // combine only
