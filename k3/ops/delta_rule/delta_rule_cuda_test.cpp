@@ -37,18 +37,19 @@ void expect_equal(const DeltaInputs& in, const Batch& batch, double limit, const
 
 TEST(delta_rule, cuda_equals_cpu) {
   for (int64_t T : {1, 15, 16, 17, 63, 64, 65, 130, 257}) {
+    if (testing::few_shapes() && T != 17 && T != 65) continue;
     const int64_t K = T % 2 ? 32 : 16, V = T % 3 ? 32 : 48;
     expect_equal(DeltaInputs(T, 2, K, V), Batch::one(T), tolerance(K, T), "T " + std::to_string(T));
   }
   for (int64_t K : {1, 7, 48, 64, 96, 128, 192, 256})
     for (int64_t V : {1, 16, 33, 64, 96, 128, 256})
-      if (!testing::few_shapes() || (K + V) % 8 == 0)
+      if (!testing::few_shapes() || (K == 7 && V == 33) || (K == 64 && V == 64))
         expect_equal(DeltaInputs(70, 1, K, V), Batch::one(70), tolerance(K, 70), "K " + std::to_string(K) + " V " + std::to_string(V));
 }
 
 // Every length to eight chunks of the CPU's and a bit; what lies behind the last row is NaN.
 TEST(delta_rule, cuda_equals_cpu_at_every_length) {
-  for (int64_t T = 1; T <= 130; T += testing::few_shapes() ? 43 : 1) {
+  for (int64_t T = 1; T <= 130; T += testing::few_shapes() ? 65 : 1) {
     const int64_t K = T % 3 ? 64 : 128, V = T % 2 ? 64 : 128;
     expect_equal(DeltaInputs(T, 1, K, V), Batch::one(T), tolerance(K, T), fmt::format("T {} K {} V {}", T, K, V));
   }
@@ -77,8 +78,9 @@ TEST(delta_rule, cuda_holds_beyond_65536_tokens_without_decay) {
 TEST(delta_rule, cuda_equals_cpu_with_every_gate_and_packing) {
   for (auto gate : {DeltaGate::none, DeltaGate::head, DeltaGate::channel}) {
     for (auto decay : {Decay::spread, Decay::bound, Decay::mixed, Decay::open})
-      expect_equal(DeltaInputs(83, 3, 32, 16, gate, decay), Batch::one(83), tolerance(32, 83),
-                   "gate " + std::to_string(int(gate)) + " decay " + std::to_string(int(decay)));
+      if (!testing::few_shapes() || decay == Decay::mixed)
+        expect_equal(DeltaInputs(83, 3, 32, 16, gate, decay), Batch::one(83), tolerance(32, 83),
+                     "gate " + std::to_string(int(gate)) + " decay " + std::to_string(int(decay)));
     expect_equal(DeltaInputs(207, 2, 16, 32, gate), Batch::of_lengths({100, 37, 0, 64, 5, 1, 0}), tolerance(16, 100), "packed");
     Batch padded = Batch::of_lengths({100, 37, 70});
     padded.padding.assign(207, 0);
@@ -86,7 +88,7 @@ TEST(delta_rule, cuda_equals_cpu_with_every_gate_and_packing) {
     expect_equal(DeltaInputs(207, 2, 48, 40, gate), padded, tolerance(48, 100), "padded");
   }
   std::vector<int64_t> lengths;
-  for (int64_t s = 0; s < 100; ++s) lengths.push_back(s * 7 % 23);
+  for (int64_t s = 0; s < (testing::few_shapes() ? 10 : 100); ++s) lengths.push_back(s * 7 % 23);
   const Batch batch = Batch::of_lengths(lengths);
   expect_equal(DeltaInputs(batch.tokens(), 3, 16, 16), batch, tolerance(16, 23), "short");
 }
@@ -94,7 +96,8 @@ TEST(delta_rule, cuda_equals_cpu_with_every_gate_and_packing) {
 // Repeated keys written at full strength; forgetting far beyond the bound, and in turns. (The chunked CPU kernel and the recurrence.)
 TEST(delta_rule, cuda_stays_exact_on_adversarial_gates_and_keys) {
   for (int64_t K : {64, 128}) {
-    const int64_t T = 256;
+    if (testing::few_shapes() && K == 128) continue;
+    const int64_t T = testing::few_shapes() ? 64 : 256;
     DeltaInputs in(T, 1, K, K);
     Values noise(T * K, 11, 1e-3);
     for (int64_t t = T - 1; t >= 0; --t) {
@@ -108,7 +111,7 @@ TEST(delta_rule, cuda_stays_exact_on_adversarial_gates_and_keys) {
   for (auto gate : {DeltaGate::head, DeltaGate::channel})
     for (float strength : {-5.0f, -8.0f, -20.0f, -60.0f, -1000.0f, 0.0f})
       for (int64_t T : {1, 15, 16, 17, 63, 64, 65, 257}) {
-        if (testing::few_shapes() && T != 17 && T != 65) continue;
+        if (testing::few_shapes() && (T != 17 || gate == DeltaGate::head)) continue;
         DeltaInputs in(T, 2, 16, 16, gate);
         for (int64_t i = 0; i < in.g.size(); ++i) in.g[i] = strength != 0 ? strength : i % 2 ? -0.001f : -20.0f;
         expect_equal(in, Batch::one(T), tolerance(16, T), fmt::format("g {} T {}", strength, T));
@@ -123,6 +126,7 @@ TEST(delta_rule_state, cuda_any_cut_equals_whole) {
   if (const std::string why = gpu::why_not(); !why.empty()) GTEST_SKIP() << why;
   const int64_t T = 83;
   for (auto gate : {DeltaGate::none, DeltaGate::head, DeltaGate::channel}) {
+    if (testing::few_shapes() && gate != DeltaGate::channel) continue;
     const DeltaInputs in(T, 3, 48, 40, gate);
     Step training(true, size_t(1) << 30, Device::cuda), step(false, size_t(1) << 30, Device::cuda);
     const Tensor trained = testing::run_delta(training, in, Batch::one(T)).o.value();
@@ -137,13 +141,13 @@ TEST(delta_rule_state, cuda_any_cut_equals_whole) {
       return s;
     };
     EXPECT_EQ(feed(0, 0, T), rows(0, T));
-    for (int64_t cut : {0, 1, 15, 16, 17, 32, 33, 64, 82, 83}) {
+    for (int64_t cut : testing::few_shapes() ? std::vector<int64_t>{17} : std::vector<int64_t>{0, 1, 15, 16, 17, 32, 33, 64, 82, 83}) {
       state.reset(1);
       EXPECT_EQ(feed(1, 0, cut), rows(0, cut)) << cut;
       EXPECT_EQ(feed(1, cut, T), rows(cut, T)) << cut;
       EXPECT_EQ(dense(1), dense(0)) << cut;
     }
-    for (int64_t piece : {1, 3, 7, 31}) {
+    for (int64_t piece : testing::few_shapes() ? std::vector<int64_t>{31} : std::vector<int64_t>{1, 3, 7, 31}) {
       state.reset(1);
       for (int64_t at = 0; at < T; at += piece)
         EXPECT_EQ(feed(1, at, std::min(T, at + piece)), rows(at, std::min(T, at + piece))) << piece << " at " << at;
