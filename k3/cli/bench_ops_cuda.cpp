@@ -202,15 +202,14 @@ void kda(OpTable& t, Room& m) {
                                         .ddt_bias = m.blank<float>(w),
                                         .d_snapshots = m.blank<bf16>(chunks * w * D),
                                         .partial = m.blank<float>(cuda::delta_backward_partial(chunks, s.heads))};
-        if (const char* refused = delta_chunk_backward(b, gpu::stream()); !refused)
-          t.add({"kda forward + backward", shape,
-                 median_us(
-                     [&](int, void* st) {
-                       const char* e = delta_chunk_forward(a, st);
-                       return e ? e : delta_chunk_backward(b, st);
-                     },
-                     1, 12),
-                 bytes + 1.8e9 + 8.0 * double(chunks * w * D), flops + 450e9, true});
+        t.add({"kda forward + backward", shape,
+               median_us(
+                   [&](int, void* st) {
+                     const char* e = delta_chunk_forward(a, st);
+                     return e ? e : delta_chunk_backward(b, st);
+                   },
+                   1, 12),
+               bytes + 1.8e9 + 8.0 * double(chunks * w * D), flops + 450e9, true});
       }
       m.end();
     }

@@ -1,4 +1,4 @@
-// Backward of the chunked gated delta rule (bounded gate). Notation of delta_rule_cuda.cu; dO' = scale s dO, all operands raw (unnormalised):
+// Backward of the chunked gated delta rule. Notation of delta_rule_cuda.cu; dO' = scale s dO, all operands raw (unnormalised):
 //   scan, last chunk first, D the gradient of the memory leaving:      D <- 2^{G_31 - a} D
 //     dU = M^T dO' + K- D        dP = X'^T dU  (= dv)        X' = diag(r) X diag(beta)
 //     D <- 2^a ( D + Q+^T dO' - K+^T (r dP) )
@@ -7,6 +7,8 @@
 //     dq = 2^{G - a} dQ+    dk = 2^{G - a} dK+ + 2^{a - G} dK-    dG = Q+ dQ+ + K+ dK+ - K- dK-    dG_31 += rowsum(S' D)
 //     then the norms, dg_t = sum_{i >= t} dG_i, the gate, and beta: dlogit = (dP.U) (1 - beta) / (r beta)
 // Nothing is divided by a decay; r beta divides a U that carries it as a factor.
+// Gates without a bound: a = 0, K- = 2^{G_31 - G} k, so what passes between the state and a chunk has exponents below 0; within the chunk (products
+// with Y) blocks of 8 x 8 tokens have anchors of their own, as in the forward.
 //
 // Bound: bytes 800 us (T 8192, 96 heads); in practice the chain of the scan, as in the forward, then the gradients' products.
 // Split: the scan as the forward's (prep warpgroups ahead of two scan warpgroups). Gradients: a block a (head, chunk), two warpgroups.
@@ -18,11 +20,12 @@ namespace {
 
 __device__ __forceinline__ float rounded(float x) { return __bfloat162float(__float2bfloat16_rn(x)); }
 
+template <bool kBounded>
 __device__ void scan_backward(const DeltaBackwardArgs& b, const Chunk seq, char* shared, uint32_t full, uint32_t empty) {
   const DeltaChunkArgs& a = b.forward;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, head = blockIdx.x;
   const int v0 = warp * 16, row = v0 + (lane >> 2), two = (lane & 3) * 2;
-  char* slices = shared + 2 * kHalfBytes<true> + warp * kStages * kSlice;
+  char* slices = shared + 2 * kHalfBytes<kBounded> + warp * kStages * kSlice;
   const int64_t width = int64_t(a.heads) * D;
   const nv_bf16* d_o = static_cast<const nv_bf16*>(b.d_o) + head * D + v0;
   nv_bf16* dv = static_cast<nv_bf16*>(b.dv) + head * D + v0;
@@ -46,7 +49,7 @@ __device__ void scan_backward(const DeltaBackwardArgs& b, const Chunk seq, char*
 
   for (int i = 0; i < seq.chunks; ++i) {
     const int c = seq.chunks - 1 - i, turn = i & 1, round = i >> 1;
-    char* s = shared + turn * kHalfBytes<true>;
+    char* s = shared + turn * kHalfBytes<kBounded>;
     char* slice = slices + (i % kStages) * kSlice;
     const uint32_t place[2] = {shared_address(slice + slice_offset((lane >> 4) * 8 + (lane & 7), (lane >> 3) & 1)),
                                shared_address(slice + slice_offset((2 + (lane >> 4)) * 8 + (lane & 7), (lane >> 3) & 1))};
@@ -59,13 +62,15 @@ __device__ void scan_backward(const DeltaBackwardArgs& b, const Chunk seq, char*
       *reinterpret_cast<uint32_t*>(to + 8 * D + j * 8) = pack(state[4 * j + 2], state[4 * j + 3]);
     }
     wait(full + turn * 8, round & 1);
-    // 1. D <- 2^{G_31 - a} D
+    // 1. D <- 2^{G_31 - a} D; without a bound after it has been packed, for K- has the factor
     uint32_t packed[8][4];
 #pragma unroll
     for (int j = 0; j < 16; ++j) {
       float2 m = *reinterpret_cast<const float2*>(s + Half::post + (j * 8 + two) * 4);
-      state[4 * j] *= m.x, state[4 * j + 1] *= m.y, state[4 * j + 2] *= m.x, state[4 * j + 3] *= m.y;
+      auto decay = [&] { state[4 * j] *= m.x, state[4 * j + 1] *= m.y, state[4 * j + 2] *= m.x, state[4 * j + 3] *= m.y; };
+      if constexpr (kBounded) decay();
       packed[j >> 1][(j & 1) * 2] = pack(state[4 * j], state[4 * j + 1]), packed[j >> 1][(j & 1) * 2 + 1] = pack(state[4 * j + 2], state[4 * j + 3]);
+      if constexpr (!kBounded) decay();
     }
     // 2. dU^T = D^T K-^T + dO'^T M
     float left[16], dp[16];
@@ -130,12 +135,16 @@ __device__ void scan_backward(const DeltaBackwardArgs& b, const Chunk seq, char*
     }
     // 6. D <- 2^a D
     float2 m[16];
+    if constexpr (kBounded) {
 #pragma unroll
-    for (int j = 0; j < 16; ++j) m[j] = *reinterpret_cast<const float2*>(s + Half::pre + (j * 8 + two) * 4);
+      for (int j = 0; j < 16; ++j) m[j] = *reinterpret_cast<const float2*>(s + Half::pre + (j * 8 + two) * 4);
+    }
     warpgroup_wait<0>();
     pin(state);
+    if constexpr (kBounded) {
 #pragma unroll
-    for (int j = 0; j < 16; ++j) state[4 * j] *= m[j].x, state[4 * j + 1] *= m[j].y, state[4 * j + 2] *= m[j].x, state[4 * j + 3] *= m[j].y;
+      for (int j = 0; j < 16; ++j) state[4 * j] *= m[j].x, state[4 * j + 1] *= m[j].y, state[4 * j + 2] *= m[j].x, state[4 * j + 3] *= m[j].y;
+    }
     __syncwarp();
     arrive_warp(empty + turn * 8);
   }
@@ -145,11 +154,12 @@ __device__ void scan_backward(const DeltaBackwardArgs& b, const Chunk seq, char*
     for (int i = 0; i < 64; ++i) b.d_state_in[memory + ((i >> 2) * 8 + two + (i & 1)) * D + ((i >> 1) & 1) * 8] = state[i];
 }
 
+template <bool kBounded>
 __global__ void __launch_bounds__(512, 1) delta_backward_scan_kernel(const __grid_constant__ DeltaBackwardArgs b) {
   extern __shared__ char memory[];
   const DeltaChunkArgs& a = b.forward;
   char* shared = memory + ((1024 - (shared_address(memory) & 1023)) & 1023);
-  const uint32_t barriers = shared_address(shared + 2 * kHalfBytes<true> + kScanBytes);
+  const uint32_t barriers = shared_address(shared + 2 * kHalfBytes<kBounded> + kScanBytes);
   if (threadIdx.x == 0) {
     for (int i = 0; i < 2; ++i) barrier_init(barriers + i * 8, 128), barrier_init(barriers + 16 + i * 8, 8 * kWarpArrivals);
     barrier_init_done();
@@ -162,25 +172,79 @@ __global__ void __launch_bounds__(512, 1) delta_backward_scan_kernel(const __gri
   const int group = threadIdx.x >> 7;
   if (group < 2) {
     more_registers<168>();
-    scan_backward(b, seq, shared, barriers, barriers + 16);
+    scan_backward<kBounded>(b, seq, shared, barriers, barriers + 16);
   } else {
     fewer_registers<88>();
-    prepare<true, true>(a, seq, shared, group - 2, barriers + (group - 2) * 8, barriers + 16 + (group - 2) * 8);
+    prepare<kBounded, true>(a, seq, shared, group - 2, barriers + (group - 2) * 8, barriers + 16 + (group - 2) * 8);
   }
 }
 
-struct Place {  // of the gradient kernel, after the chunk's operands
-  static constexpr int w = kHalfBytes<true>;   // 2 panels [64][64]: -r dP over dO'
+template <bool kBounded>
+struct Places {  // of the gradient kernel, after the chunk's operands
+  static constexpr int w = kHalfBytes<kBounded>;  // 2 panels [64][64]: -r dP over dO'
   static constexpr int u = w + 16384;          // 2 panels [64][64]: U over zeros
   static constexpr int s = u + 16384;          // 2 panels [128 v][64]: the memory entering
   static constexpr int d = s + 32768;          // 2 panels [128 v][64]: the gradient of the memory leaving
   static constexpr int y = d + 32768;          // [64][64]: dA over dM, columns 32-63 zero
   static constexpr int sums = y + 8192;        // float: [8][128] and [8][16] and [32]
   static constexpr int barrier = sums + (8 * 128 + 8 * 16 + 32) * 4, bytes = barrier + 16 + 1024;
-  static constexpr int tiles = w, pitch = 132; // later, over w, u, s and d: dK+, dQ+, dK-, U D^T, each [32][132] float
+  static constexpr int tiles = w, pitch = 132; // later, over w, u, s and d: dK+, dQ+, dK-, U D^T (and dG), each [32][132] float
 };
 
+// Without a bound, what tokens of a chunk give each other: dk and dq as the later token into tiles 0 and 1, dk as the earlier one into tile 2, and
+// into tile 4 dG of these and of what came from the memory. A warp has 16 channels, and goes through the ten pairs of blocks of 8 tokens, later block
+// i, earlier j; the anchor n lies between them.
+__device__ void gradients_within_chunk(const char* s, const char* y, float* tiles, int pitch) {
+  const int lane = threadIdx.x & 31, g = lane >> 2, two = (lane & 3) * 2, tile = C * pitch, first = (threadIdx.x >> 5) * 16;
+  const float* sums = reinterpret_cast<const float*>(s + Half::sums);
+  auto entry = [&](int row, int column) { return uint32_t(*reinterpret_cast<const uint16_t*>(y + swizzle128(row, column * 2))); };
+  auto raw = [&](int row, int channel) { return to_f32(*reinterpret_cast<const nv_bf16*>(s + Half::raw + row * kRawRow + channel * 2)); };  // q, then k
+  auto raws = [&](int row, int channel) { return *reinterpret_cast<const uint32_t*>(s + Half::raw + row * kRawRow + channel * 2); };
+  auto place = [&](int which, int token, int channel) { return reinterpret_cast<float2*>(tiles + which * tile + token * pitch + channel); };
+  for (int t = g; t < C; t += 8)
+#pragma unroll
+    for (int x = 0; x < 16; x += 8) {
+      const int channel = first + x + two;
+      const uint32_t q = raws(t, channel), k = raws(C + t, channel);
+      const float2 dk = *place(0, t, channel), dq = *place(1, t, channel);
+      *place(4, t, channel) = make_float2(low(q) * dq.x + low(k) * dk.x, high(q) * dq.y + high(k) * dk.y);
+    }
+#pragma unroll 1
+  for (int pair = 0; pair < 10; ++pair) {
+    const int bi = pair < 1 ? 0 : pair < 3 ? 1 : pair < 6 ? 2 : 3, i = bi * 8, j = (pair - bi * (bi + 1) / 2) * 8, n = i == j ? i + 3 : i - 1;
+    const uint32_t plus[4] = {*reinterpret_cast<const uint32_t*>(y + swizzle128(i + g, (j + two) * 2)),
+                              *reinterpret_cast<const uint32_t*>(y + swizzle128(C + i + g, (j + two) * 2)), 0, 0};
+    const uint32_t minus[4] = {entry(i + two, j + g) | entry(i + two + 1, j + g) << 16, 0, entry(C + i + two, j + g) | entry(C + i + two + 1, j + g) << 16, 0};
+#pragma unroll
+    for (int x = 0; x < 16; x += 8) {
+      const float* G = sums + first + x + g;
+      const float p0 = ex2(G[(i + two) * 136] - G[n * 136]), p1 = ex2(G[(i + two + 1) * 136] - G[n * 136]);
+      const float m0 = ex2(G[n * 136] - G[(j + two) * 136]), m1 = ex2(G[n * 136] - G[(j + two + 1) * 136]);
+      float later[4] = {}, earlier[4] = {};
+      const int column = first + x + g, channel = first + x + two;
+      mma(later, plus, pack(raw(C + j + two, column) * m0, raw(C + j + two + 1, column) * m1), 0);
+      mma(earlier, minus, pack(raw(C + i + two, column) * p0, raw(C + i + two + 1, column) * p1), pack(raw(i + two, column) * p0, raw(i + two + 1, column) * p1));
+      auto sum = [&](int token) { return *reinterpret_cast<const float2*>(sums + token * 136 + channel); };
+      auto add = [&](int which, int token, float a, float b) {
+        float2* r = place(which, token, channel);
+        *r = make_float2(r->x + a, r->y + b);
+      };
+      const float2 gi = sum(i + g), gj = sum(j + g), gn = sum(n);
+      const float u0 = ex2(gi.x - gn.x), u1 = ex2(gi.y - gn.y), d0 = ex2(gn.x - gj.x), d1 = ex2(gn.y - gj.y);
+      const uint32_t q = raws(i + g, channel), k = raws(C + i + g, channel), kj = raws(C + j + g, channel);
+      add(0, i + g, u0 * later[0], u1 * later[1]);
+      add(1, i + g, u0 * later[2], u1 * later[3]);
+      add(2, j + g, d0 * earlier[0], d1 * earlier[1]);
+      // as the products had them: what a pair of tokens adds to the one it must take from the other
+      add(4, i + g, rounded(low(k) * u0) * later[0] + rounded(low(q) * u0) * later[2], rounded(high(k) * u1) * later[1] + rounded(high(q) * u1) * later[3]);
+      add(4, j + g, -rounded(low(kj) * d0) * earlier[0], -rounded(high(kj) * d1) * earlier[1]);
+    }
+  }
+}
+
+template <bool kBounded>
 __global__ void __launch_bounds__(256, 1) delta_gradient_kernel(const __grid_constant__ DeltaBackwardArgs b) {
+  using Place = Places<kBounded>;
   extern __shared__ char memory[];
   const DeltaChunkArgs& a = b.forward;
   char* s = memory + ((1024 - (shared_address(memory) & 1023)) & 1023);
@@ -200,7 +264,7 @@ __global__ void __launch_bounds__(256, 1) delta_gradient_kernel(const __grid_con
   float* dots = reinterpret_cast<float*>(s + Place::sums) + 8 * 128 + 8 * 16;  // (32) dP.U
 
   if (group == 1) {
-    prepare<true, false, true>(a, seq, s, 0, full, empty);
+    prepare<kBounded, false, true>(a, seq, s, 0, full, empty);
   } else {
     const nv_bf16* S = static_cast<const nv_bf16*>(a.snapshots) + (int64_t(number) * a.heads + head) * D * D;
     const nv_bf16* dS = static_cast<const nv_bf16*>(b.d_snapshots) + (int64_t(number) * a.heads + head) * D * D;
@@ -284,14 +348,16 @@ __global__ void __launch_bounds__(256, 1) delta_gradient_kernel(const __grid_con
     publish();
     warpgroup_wait<0>();
     pin(acc);
-    scale(Half::pre);
-    __syncthreads();
-    warpgroup_fence();
-    wgmma<128, 1>(acc, operand[0], minus, 1);
-    wgmma<128, 1>(acc, operand[1], minus + 2048 / 16, 1);
-    warpgroup_commit();
-    warpgroup_wait<0>();
-    pin(acc);
+    if constexpr (kBounded) {
+      scale(Half::pre);
+      __syncthreads();
+      warpgroup_fence();
+      wgmma<128, 1>(acc, operand[0], minus, 1);
+      wgmma<128, 1>(acc, operand[1], minus + 2048 / 16, 1);
+      warpgroup_commit();
+      warpgroup_wait<0>();
+      pin(acc);
+    }
   } else {
     warpgroup_fence();
 #pragma unroll
@@ -299,16 +365,21 @@ __global__ void __launch_bounds__(256, 1) delta_gradient_kernel(const __grid_con
     warpgroup_commit();
     warpgroup_wait<0>();
     pin(acc);
-    scale(Half::post);
+    if constexpr (kBounded) {
+      scale(Half::post);
 #pragma unroll
-    for (int i = 0; i < 64; ++i) keep[i] = acc[i];
-    __syncthreads();
-    warpgroup_fence();
+      for (int i = 0; i < 64; ++i) keep[i] = acc[i];
+      __syncthreads();
+      warpgroup_fence();
 #pragma unroll
-    for (int k = 0; k < 4; ++k) wgmma<128, 1, 1>(acc, describe(base + Place::y) + k * 2048 / 16, stack + k * 2048 / 16, 1);
-    warpgroup_commit();
-    warpgroup_wait<0>();
-    pin(acc);
+      for (int k = 0; k < 4; ++k) wgmma<128, 1, 1>(acc, describe(base + Place::y) + k * 2048 / 16, stack + k * 2048 / 16, 1);
+      warpgroup_commit();
+      warpgroup_wait<0>();
+      pin(acc);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 64; ++i) keep[i] = acc[i], acc[i] = 0.f;
+    }
   }
 
   // 2. rowsum(S D) of the memory entering; a thread has two channels and 32 rows
@@ -332,11 +403,20 @@ __global__ void __launch_bounds__(256, 1) delta_gradient_kernel(const __grid_con
   for (int i = 0; i < 64; i += 2) {
     int row = row0 + 8 * (i >> 1 & 1), column = (i >> 2) * 8 + two;
     if (group == 0) {
+      if constexpr (!kBounded) {
+        const float2 G = *reinterpret_cast<const float2*>(s + Half::sums + ((row & 31) * 136 + column) * 4);
+        acc[i] *= ex2(G.x), acc[i + 1] *= ex2(G.y);
+      }
       *reinterpret_cast<float2*>(tiles + (row >> 5) * kTile + (row & 31) * P + column) = make_float2(acc[i], acc[i + 1]);
     } else if (row < 32) {
       *reinterpret_cast<float2*>(tiles + 2 * kTile + row * P + column) = make_float2(acc[i], acc[i + 1]);
       *reinterpret_cast<float2*>(tiles + 3 * kTile + row * P + column) = make_float2(keep[i], keep[i + 1]);
     }
+  }
+
+  if constexpr (!kBounded) {
+    __syncthreads();
+    gradients_within_chunk(s, s + Place::y, tiles, P);
   }
 
   // 3. gates again; a thread has two channels of 8 tokens
@@ -356,8 +436,13 @@ __global__ void __launch_bounds__(256, 1) delta_gradient_kernel(const __grid_con
       k[t] = valid ? *reinterpret_cast<const uint32_t*>(static_cast<const nv_bf16*>(a.k) + n * a.k_stride + head * D + channel) : 0;
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        sigma[t][e] = sigmoid(rate * ((e ? high(x) : low(x)) + bias[e]));
-        run[e] += valid ? bound * kLog2e * sigma[t][e] : 0.f;
+        if constexpr (kBounded) {
+          sigma[t][e] = sigmoid(rate * ((e ? high(x) : low(x)) + bias[e]));
+          run[e] += valid ? bound * kLog2e * sigma[t][e] : 0.f;
+        } else {
+          const float z = ((e ? high(x) : low(x)) + bias[e]) * kLog2e;
+          run[e] += valid ? fmaxf(-rate * (fmaxf(z, 0.f) + lg2(1.f + ex2(-fabsf(z)))), -20.f * kLog2e) : 0.f;
+        }
         G[t][e] = run[e];
       }
     }
@@ -366,10 +451,12 @@ __global__ void __launch_bounds__(256, 1) delta_gradient_kernel(const __grid_con
   __syncthreads();
   float dq[8][2], dk[8][2], dG[8][2], end[2], dots_here[16];
   {
-    float2 middle = *reinterpret_cast<float2*>(s + Half::middle + channel * 4), before = make_float2(-rintf(middle.x), -rintf(middle.y));
-    for (int i = 0; i < quarter; ++i) {
+    float2 middle = *reinterpret_cast<float2*>(s + Half::middle + channel * 4), before = make_float2(-rintf(middle.x), -rintf(middle.y)), all = make_float2(0.f, 0.f);
+    if constexpr (!kBounded) before = make_float2(0.f, 0.f);
+    for (int i = 0; i < 4; ++i) {
       float2 x = *reinterpret_cast<float2*>(sums + (4 + i) * 128 + channel);
-      before.x += x.x, before.y += x.y;
+      if (i < quarter) before.x += x.x, before.y += x.y;
+      all.x += x.x, all.y += x.y;
     }
     end[0] = end[1] = 0.f;
 #pragma unroll
@@ -378,13 +465,21 @@ __global__ void __launch_bounds__(256, 1) delta_gradient_kernel(const __grid_con
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         const float* tile = tiles + (t0 + t) * P + channel + e;
-        float exponent = G[t][e] + (e ? before.y : before.x), up = ex2(exponent), down = ex2(-exponent);
+        float exponent = G[t][e] + (e ? before.y : before.x), up = ex2(exponent);
+        float down = kBounded ? ex2(-exponent) : ex2((e ? all.y : all.x) - exponent);
         float qq = e ? high(q[t]) : low(q[t]), kk = e ? high(k[t]) : low(k[t]);
-        dq[t][e] = up * tile[kTile], dk[t][e] = up * tile[0] + down * tile[2 * kTile];
-        // as the products had them: what a pair of tokens adds to the one it must take from the other
-        const float q_plus = rounded(qq * up), k_plus = rounded(kk * up), k_minus = rounded(kk * down);
-        dG[t][e] = q_plus * tile[kTile] + k_plus * tile[0] - k_minus * tile[2 * kTile];
-        end[e] += k_minus * tile[3 * kTile];
+        if constexpr (kBounded) {
+          dq[t][e] = up * tile[kTile], dk[t][e] = up * tile[0] + down * tile[2 * kTile];
+          // as the products had them: what a pair of tokens adds to the one it must take from the other
+          const float q_plus = rounded(qq * up), k_plus = rounded(kk * up), k_minus = rounded(kk * down);
+          dG[t][e] = q_plus * tile[kTile] + k_plus * tile[0] - k_minus * tile[2 * kTile];
+          end[e] += k_minus * tile[3 * kTile];
+        } else {
+          const float leaving = down * tile[3 * kTile];
+          dq[t][e] = tile[kTile], dk[t][e] = tile[0] + tile[2 * kTile] + leaving;
+          dG[t][e] = tile[4 * kTile] - kk * leaving;
+          end[e] += kk * leaving;
+        }
         dots_q += qq * dq[t][e], dots_k += kk * dk[t][e];
       }
       dots_here[t] = dots_q, dots_here[8 + t] = dots_k;
@@ -426,9 +521,17 @@ __global__ void __launch_bounds__(256, 1) delta_gradient_kernel(const __grid_con
     float dx[2];
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
-      float dz = (dG[t][e] + (e ? after.y : after.x)) * bound * sigma[t][e] * (1.f - sigma[t][e]);
-      uint32_t x = *reinterpret_cast<const uint32_t*>(static_cast<const nv_bf16*>(a.x) + (begin + t0 + t) * a.x_stride + head * D + channel);
-      dx[e] = dz * rate, bias_sum[e] += dx[e], rate_sum[e] += dx[e] * ((e ? high(x) : low(x)) + bias[e]);
+      const float dg = dG[t][e] + (e ? after.y : after.x);
+      uint32_t u = *reinterpret_cast<const uint32_t*>(static_cast<const nv_bf16*>(a.x) + (begin + t0 + t) * a.x_stride + head * D + channel);
+      const float z = (e ? high(u) : low(u)) + bias[e];
+      if constexpr (kBounded) {
+        dx[e] = dg * bound * sigma[t][e] * (1.f - sigma[t][e]) * rate, rate_sum[e] += dx[e] * z;
+      } else {
+        const float gate = -rate * kLn2 * (fmaxf(z * kLog2e, 0.f) + lg2(1.f + ex2(-fabsf(z * kLog2e))));
+        const bool clamped = gate < -20.f;
+        dx[e] = clamped ? 0.f : dg * -rate * sigmoid(z), rate_sum[e] += clamped ? 0.f : dg * gate;
+      }
+      bias_sum[e] += dx[e];
     }
     *reinterpret_cast<uint32_t*>(static_cast<nv_bf16*>(b.dq) + at) = pack(dq[t][0] - low(q[t]) * dot_q, dq[t][1] - high(q[t]) * dot_q);
     *reinterpret_cast<uint32_t*>(static_cast<nv_bf16*>(b.dk) + at) = pack(dk[t][0] - low(k[t]) * dot_k, dk[t][1] - high(k[t]) * dot_k);
@@ -461,21 +564,27 @@ __global__ void __launch_bounds__(256) delta_parameters_kernel(const DeltaBackwa
   if (threadIdx.x == 0) b.dA_log[head] += (part[4] + part[5]) + (part[6] + part[7]);
 }
 
+template <bool kBounded>
+const char* launch(const DeltaBackwardArgs& b, cudaStream_t stream) {
+  const DeltaChunkArgs& a = b.forward;
+  cudaError_t e = cudaFuncSetAttribute(delta_backward_scan_kernel<kBounded>, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes<kBounded>);
+  if (e == cudaSuccess) e = cudaFuncSetAttribute(delta_gradient_kernel<kBounded>, cudaFuncAttributeMaxDynamicSharedMemorySize, Places<kBounded>::bytes);
+  if (e != cudaSuccess) return cudaGetErrorString(e);
+  delta_backward_scan_kernel<kBounded><<<dim3(a.heads, a.sequences), 512, kSharedBytes<kBounded>, stream>>>(b);
+  delta_gradient_kernel<kBounded><<<dim3(a.heads, b.chunks), 256, Places<kBounded>::bytes, stream>>>(b);
+  delta_parameters_kernel<<<a.heads, 256, 0, stream>>>(b);
+  e = cudaGetLastError();
+  return e == cudaSuccess ? nullptr : cudaGetErrorString(e);
+}
+
 }  // namespace
 
 const char* delta_chunk_backward(const DeltaBackwardArgs& b, void* stream) {
   const DeltaChunkArgs& a = b.forward;
-  if (!a.gate.bounded || a.gate.bound >= 0.f || a.gate.bound < -5.f) return "[delta_rule] the GPU's backward serves bounded gates, bound in [-5, 0)";
+  if (a.gate.bounded && !(a.gate.bound < 0.f && a.gate.bound >= -5.f)) return "[delta_rule] gate.bound must lie in [-5, 0); use the softplus gate's kernel";
   if (!a.snapshots || !a.u || !a.chunk_begins) return "[delta_rule] the backward needs the forward's snapshots, u and chunk_begins";
   if (a.sequences == 0 || a.heads == 0 || b.chunks == 0) return nullptr;
-  cudaError_t e = cudaFuncSetAttribute(delta_backward_scan_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes<true>);
-  if (e == cudaSuccess) e = cudaFuncSetAttribute(delta_gradient_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Place::bytes);
-  if (e != cudaSuccess) return cudaGetErrorString(e);
-  delta_backward_scan_kernel<<<dim3(a.heads, a.sequences), 512, kSharedBytes<true>, cudaStream_t(stream)>>>(b);
-  delta_gradient_kernel<<<dim3(a.heads, b.chunks), 256, Place::bytes, cudaStream_t(stream)>>>(b);
-  delta_parameters_kernel<<<a.heads, 256, 0, cudaStream_t(stream)>>>(b);
-  e = cudaGetLastError();
-  return e == cudaSuccess ? nullptr : cudaGetErrorString(e);
+  return a.gate.bounded ? launch<true>(b, cudaStream_t(stream)) : launch<false>(b, cudaStream_t(stream));
 }
 
 }  // namespace k3::cuda

@@ -41,7 +41,7 @@ struct DeltaChunkArgs {
 };
 const char* delta_chunk_forward(const DeltaChunkArgs&, void* stream);
 
-// Gradients of the chunk kernel with a bounded gate, for the raw inputs q, k, v, x, b and the gate's parameters. All are written, but dA_log and
+// Gradients of the chunk kernel, for the raw inputs q, k, v, x, b and the gate's parameters. All are written, but dA_log and
 // ddt_bias, which are added to. Fixed order: two runs give the same bits.
 struct DeltaBackwardArgs {
   DeltaChunkArgs forward;    // as it was called, with snapshots, u and chunk_begins (needed also for one sequence)

@@ -31,7 +31,7 @@ bool chunks_serve(const Context& c, const Var& z, const DecayGate& gate, const D
   if (!gpu::kBuilt || c.device != Device::cuda || !c.bf16_products || batch.step || batch.tokens() == 0) return false;
   if (shape.key_dim != cuda::kDeltaHead || shape.value_dim != cuda::kDeltaHead || z.empty() || z.cols() != shape.heads * cuda::kDeltaHead)
     return false;
-  if (gate.lower_bound ? *gate.lower_bound < -5 : c.tape != nullptr) return false;
+  if (gate.lower_bound && *gate.lower_bound < -5) return false;
   const bool padded = std::find_if(batch.padding.begin(), batch.padding.end(), [](uint8_t p) { return p != 0; }) != batch.padding.end();
   return !padded && batch.sequences() <= kMost && batch.tokens() / cuda::kDeltaChunk + batch.sequences() <= kMost;
 }

@@ -6,9 +6,8 @@
 //   q, k (N, H*K)   v (N, H*V)   b (N, H)   z (N, H*K): a gate a channel (KDA); (N, H): one a head; empty: none   result (N, H*V)
 //
 // The operators in turn, but on a GPU under Context::bf16_products with heads of 128 and a gate a channel: there kernels over chunks of 32 tokens do
-// all of it from bfloat16 rows (delta_rule_cuda.h). They serve
-//   a bounded gate   training, evaluation, and with a state every sequence that brings at least kChunkedTokens tokens;
-//   softplus         the same without a tape (their backward knows the bounded gate only).
+// all of it from bfloat16 rows (delta_rule_cuda.h). They serve training, evaluation, and with a state every sequence that brings at least
+// kChunkedTokens tokens.
 // They close whatever chunk a slot has open, and leave none: its memory is that after the last token, and no token can be taken back. So a prompt
 // that is cut after a multiple of 32 tokens gives the bits of the whole one, any other cut equal results to rounding.
 #include <optional>

@@ -125,49 +125,52 @@ TEST(gated_delta_rule, cuda_in_bfloat16_is_near_float32) {
       SCOPED_TRACE(fmt::format("gates {}, {} tokens", int(gates), N));
       const double more = gates == Gates::aligned_keys ? 4 : 1;  // keys that repeat: what each adds is the small difference of large parts
       for (bool bounded : {true, false}) {
+        SCOPED_TRACE(bounded ? "bounded" : "softplus");
         const Layer in(N, bounded, gates);
-        Step host(false), step(false, size_t(1) << 30, Device::cuda);
-        expect_close(call(step, in, batch).o.value(), testing::as_double(call(host, in, batch).o.value()).data(), more * kForward, "without a tape");
-      }
-      const Layer in(N, true, gates);
-      Step host, step(true, size_t(1) << 30, Device::cuda), again(true, size_t(1) << 30, Device::cuda);
-      const std::vector<Tensor> want = trained(host, in, batch), got = trained(step, in, batch), twice = trained(again, in, batch);
-      // Sums over tokens are as far off as their parts together, and twice that: a token's gate takes in what the later ones of its chunk add, so
-      // they share errors. One token has no gate that matters.
-      double dz = 0, dA = 0, d_o = 0;
-      for (int64_t i = 0; i < N * w; ++i) {
-        dz += std::pow(want[4].f32()[i], 2), dA += std::pow(want[4].f32()[i] * (in.z[i] + in.dt_bias[i % w]), 2), d_o += in.d_o[i] * in.d_o[i];
-      }
-      const double least = 1e-4 * std::sqrt(d_o),
-                   scales[] = {0, 0, 0, 0, least, least, std::max(least, std::sqrt(dA)), std::max(least, std::sqrt(dz))};
-      constexpr const char* kNames[] = {"o", "dq", "dk", "dv", "dz", "db", "dA_log", "ddt_bias"};
-      for (size_t i = 0; i < want.size(); ++i) {
-        expect_close(got[i], testing::as_double(want[i]).data(), more * (i > 5 ? 2 * kBackward : i ? kBackward : kForward), kNames[i], scales[i]);
-        EXPECT_EQ(bytes_of(got[i]), bytes_of(twice[i])) << kNames[i] << ": two runs differ";
+        Step once(false), there(false, size_t(1) << 30, Device::cuda);
+        expect_close(call(there, in, batch).o.value(), testing::as_double(call(once, in, batch).o.value()).data(), more * kForward, "without a tape");
+        Step host, step(true, size_t(1) << 30, Device::cuda), again(true, size_t(1) << 30, Device::cuda);
+        const std::vector<Tensor> want = trained(host, in, batch), got = trained(step, in, batch), twice = trained(again, in, batch);
+        // Sums over tokens are as far off as their parts together, and twice that: a token's gate takes in what the later ones of its chunk add, so
+        // they share errors. One token has no gate that matters.
+        double dz = 0, dA = 0, d_o = 0;
+        for (int64_t i = 0; i < N * w; ++i) {
+          const double x = in.z[i] + in.dt_bias[i % w], by_A = bounded ? x : std::log1p(std::exp(x)) * (1 + std::exp(-x));  // dg/dA_log : dg/dz
+          dz += std::pow(want[4].f32()[i], 2), dA += std::pow(want[4].f32()[i] * by_A, 2), d_o += in.d_o[i] * in.d_o[i];
+        }
+        const double least = 1e-4 * std::sqrt(d_o),
+                     scales[] = {0, 0, 0, 0, least, least, std::max(least, std::sqrt(dA)), std::max(least, std::sqrt(dz))};
+        constexpr const char* kNames[] = {"o", "dq", "dk", "dv", "dz", "db", "dA_log", "ddt_bias"};
+        for (size_t i = 0; i < want.size(); ++i) {
+          expect_close(got[i], testing::as_double(want[i]).data(), more * (i > 5 ? 2 * kBackward : i ? kBackward : kForward), kNames[i], scales[i]);
+          EXPECT_EQ(bytes_of(got[i]), bytes_of(twice[i])) << kNames[i] << ": two runs differ";
+        }
       }
     }
 }
 
 // Gradients are added to what is there, and a gradient that exists already is not overwritten.
 TEST(gated_delta_rule, cuda_adds_to_gradients) {
-  const Layer in(70, true);
-  auto grads = [&](Step& step, bool before) {
-    Call x = call(step, in, Batch::one(70));
-    for (const Var& y : {x.q, x.k, x.v, x.z, x.b})
-      if (before) {
-        std::vector<float> threes(size_t(y.size()), 3.0f);
-        write(y.grad(), threes.data());
-      }
-    step.backward(x.o, in.d_o);
-    std::vector<std::vector<double>> all;
-    for (const Var& y : {x.q, x.k, x.v, x.z, x.b}) all.push_back(testing::as_double(HostCopy(y.grad()).tensor()));
-    return all;
-  };
   if (const std::string why = gpu::why_not(); !why.empty()) GTEST_SKIP() << why;
-  Step a(true, size_t(1) << 30, Device::cuda), b(true, size_t(1) << 30, Device::cuda);
-  const auto plain = grads(a, false), more = grads(b, true);
-  for (size_t i = 0; i < plain.size(); ++i)
-    for (size_t j = 0; j < plain[i].size(); ++j) ASSERT_NEAR(more[i][j], plain[i][j] + 3, 1e-6 * (4 + std::abs(plain[i][j]))) << i << " " << j;
+  for (bool bounded : {true, false}) {
+    const Layer in(70, bounded);
+    auto grads = [&](Step& step, bool before) {
+      Call x = call(step, in, Batch::one(70));
+      for (const Var& y : {x.q, x.k, x.v, x.z, x.b})
+        if (before) {
+          std::vector<float> threes(size_t(y.size()), 3.0f);
+          write(y.grad(), threes.data());
+        }
+      step.backward(x.o, in.d_o);
+      std::vector<std::vector<double>> all;
+      for (const Var& y : {x.q, x.k, x.v, x.z, x.b}) all.push_back(testing::as_double(HostCopy(y.grad()).tensor()));
+      return all;
+    };
+    Step a(true, size_t(1) << 30, Device::cuda), b(true, size_t(1) << 30, Device::cuda);
+    const auto plain = grads(a, false), more = grads(b, true);
+    for (size_t i = 0; i < plain.size(); ++i)
+      for (size_t j = 0; j < plain[i].size(); ++j) ASSERT_NEAR(more[i][j], plain[i][j] + 3, 1e-6 * (4 + std::abs(plain[i][j]))) << i << " " << j;
+  }
 }
 
 class OnGpu : public ::testing::Test {
