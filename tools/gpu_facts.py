@@ -11,7 +11,7 @@ import sys
 
 def of_the_gpu(name):
     suite, fact = name.split(".")
-    return "cuda" in fact or "on_the_gpu" in fact or suite in ("decoder", "gpu")
+    return "cuda" in fact or "on_the_gpu" in fact or suite in ("captured", "captured_step", "decoder", "gpu")
 
 
 root = pathlib.Path(sys.argv[1])
