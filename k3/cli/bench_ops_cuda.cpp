@@ -22,6 +22,7 @@
 #include "k3/ops/linear/blas_cuda.h"
 #include "k3/ops/loss/loss_cuda.h"
 #include "k3/ops/moe/expert_product_cuda.h"
+#include "k3/ops/moe/experts_narrow_cuda.h"
 #include "k3/ops/moe/route_cuda.h"
 #include "k3/ops/norm/norm_cuda.h"
 #include "k3/ops/update/adamw_cuda.h"
@@ -421,6 +422,35 @@ void experts(OpTable& t, Room& m) {
                },
                s.sets > 1 ? 2 * s.sets : 1, 15),
            used * double(up + down) * (0.5 + 1 / 32.0) + 2.0 * s.rows * (2 * L + 2 * F + L), 2.0 * s.rows * 3 * double(L) * F, true, "MXFP4"});
+
+    // What a model does with a prompt: codes as they are stored, results in float32.
+    std::vector<int64_t> offsets(begins.begin(), begins.end());
+    std::vector<const void*> at;
+    for (int kind = 0; kind < 3; ++kind)
+      for (int e = 0; e < s.experts; ++e) at.push_back((kind < 2 ? gate_up[0] + kind * up / 4 : downs[0]) + int64_t(e) * F * L / 2);
+    for (int e = 0; e < s.experts; ++e) at.push_back(scales + int64_t(e) * F * L / 32);
+    std::vector<int> pairs;
+    for (int i = 0; i < s.rows; ++i) pairs.push_back(i);
+    const void* const* lists = m.upload(at, DType::i64);
+    const int64_t* first = m.upload(offsets, DType::i64);
+    int* tiles = m.blank<int>(s.experts + 1);
+    const cuda::ExpertsNarrow groups{first, tiles, s.experts, s.rows};
+    float *g = m.blank<float>(int64_t(s.rows) * F), *u = m.blank<float>(int64_t(s.rows) * F), *result = m.blank<float>(int64_t(s.rows) * L);
+    const void *x = m.narrow(int64_t(s.rows) * L), *const *scale = lists + 3 * s.experts;
+    const cuda::ExpertProduct both[2] = {{x, nullptr, lists, g, scale}, {x, nullptr, lists + s.experts, u, scale}};
+    const cuda::ExpertProduct last{h, nullptr, lists + 2 * s.experts, result, scale};
+    const cuda::NarrowGlu glu{{Activation::Kind::situ, 4, 25, 0}, m.integers(pairs), first + s.experts, s.rows, F, g, u, h};
+    t.add({"experts", s.name,
+           median_us(
+               [&](int, void* st) {
+                 const char* e = cuda::expert_tiles(groups, tiles, st);
+                 if (!e) e = cuda::expert_forward(groups, both, 2, F, L, st);
+                 if (!e) e = cuda::glu_narrow(glu, st);
+                 return e ? e : cuda::expert_forward(groups, &last, 1, L, F, st);
+               },
+               1, 15),
+           used * double(up + down) * (0.5 + 1 / 32.0) + double(s.rows) * (2 * L + 16 * F + 2 * F + 4 * L), 2.0 * s.rows * 3 * double(L) * F, true,
+           "MXFP4 as stored, in a model"});
     m.end();
   }
 }

@@ -273,7 +273,7 @@ void load(Model& model, const Snapshot& snapshot, const LoadOptions& options) {
     else
       to_float32(stored, float_memory(), t->name);
   }
-  set.move_to(options.device);
+  set.move_to(options.device, options.bf16_products && !options.for_training);
   model.bf16_products = options.bf16_products;
 }
 

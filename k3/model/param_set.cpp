@@ -31,6 +31,12 @@ int64_t ParamSet::count() const {
   return n;
 }
 
+size_t ParamSet::bytes() const {
+  size_t n = 0;
+  for (const Buffer& b : owned_) n += b.bytes();
+  return n;
+}
+
 Tensor ParamSet::own(DType dtype, Shape shape) {
   size_t bytes = size_t(shape.size()) * bytes_of(dtype);
   return owned_.emplace_back(std::max<size_t>(bytes, 1), device_).view(dtype, shape);
@@ -45,18 +51,41 @@ void ParamSet::allocate(Device device) {
   for (Param& p : params_) p.value = buffer.view(DType::f32, p.shape, at), at += padded(p.value.bytes());
 }
 
-void ParamSet::move_to(Device device) {
+void ParamSet::move_to(Device device, bool narrow) {
   if (device == device_) return;
-  // what the GPU multiplies: float32 or bfloat16, which holds every value of MXFP4
-  auto type = [](const Param& p) { return p.scale.empty() ? p.value.dtype() : weight_of(p).stored == Stored::mxfp4 ? DType::bf16 : DType::f32; };
+  auto stays = [&](const Param& p) {  // codes and scales
+    return narrow && !p.scale.empty() && weight_of(p).stored == Stored::mxfp4 && p.name.find(".experts.") != std::string::npos;
+  };
+  // what the GPU multiplies: float32 or bfloat16, which holds every value of MXFP4; the router is float32 always (moe.cpp)
+  auto type = [&](const Param& p) {
+    if (!p.scale.empty()) return weight_of(p).stored == Stored::mxfp4 ? DType::bf16 : DType::f32;
+    const bool rounds = narrow && p.value.dtype() == DType::f32 && (p.role.kind == Role::Kind::matrix || p.name == "lm_head.weight") &&
+                        !p.name.ends_with(".gate.weight") && p.shape[0] % 8 == 0 && p.shape[1] % 8 == 0;
+    return rounds ? DType::bf16 : p.value.dtype();
+  };
   size_t bytes = 0;
-  for (const Param& p : params_) bytes += padded(size_t(p.shape.size()) * bytes_of(type(p)));
+  for (const Param& p : params_)
+    bytes += stays(p) ? padded(p.value.bytes()) + padded(p.scale.bytes()) : padded(size_t(p.shape.size()) * bytes_of(type(p)));
   Buffer buffer(std::max<size_t>(bytes, 1), device);
   size_t at = 0;
   for (Param& p : params_) {
+    if (stays(p)) {
+      check_scales(p);
+      for (Tensor* t : {&p.value, &p.scale}) {
+        Tensor moved = buffer.view(DType::u8, t->shape(), at);
+        at += padded(moved.bytes());
+        write(moved, t->data());
+        *t = moved;
+      }
+      continue;
+    }
     Tensor moved = buffer.view(type(p), p.shape, at);
     at += padded(moved.bytes());
-    if (p.scale.empty()) {
+    if (p.scale.empty() && moved.dtype() != p.value.dtype()) {
+      std::vector<bf16> values(static_cast<size_t>(p.value.size()));
+      for (size_t i = 0; i < values.size(); ++i) values[i] = to_bf16(p.value.f32()[i]);
+      write(moved, values.data());
+    } else if (p.scale.empty()) {
       write(moved, p.value.data());
     } else {
       check_scales(p);

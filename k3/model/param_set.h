@@ -21,9 +21,12 @@ class ParamSet {
   std::deque<Param>& all() { return params_; }
   const std::deque<Param>& all() const { return params_; }
   int64_t count() const;  // scalars
+  size_t bytes() const;   // of the memory that is owned
 
   void allocate(Device device);  // float32 values, zeroed (null device: shapes only)
-  void move_to(Device device);   // every value: as it is stored, MXFP4 as bfloat16, q8 as float32
+  // Every value as it is stored, but MXFP4 as bfloat16 and q8 as float32. `narrow`: for inference with products in bfloat16; matrices that these
+  // round anyway become bfloat16 now, and routed experts in MXFP4 stay what they are.
+  void move_to(Device device, bool narrow = false);
   Device device() const { return device_; }
   void allocate_grads();                  // float32, zeroed, for every parameter that learns
   void zero_grads(Param* but = nullptr);  // a gradient that will be written, not added to, is left out (Param::fresh)

@@ -1,6 +1,7 @@
 // Bound: the tensor units, and the second-level cache that feeds them: so a block is 128 rows x 256 columns of one expert's result, two warpgroups of 64
 // rows. 64 of the summed dimension at a time, two of four stages on their way while one is multiplied and one drains. An operand lies in shared memory
 // as in global memory, (row, k) or (k, row); the products read it either way.
+#include "k3/core/mxfp4.cuh"
 #include "k3/core/tile.cuh"
 #include "k3/core/wgmma.cuh"
 #include "k3/ops/activation/glu.cuh"
@@ -38,20 +39,57 @@ struct Copies {
   }
 };
 
-// sum over `depth` of A (m, depth) B (depth, n), of one or two pairs of operands one after the other; f(row, column, two neighbours)
+// The right operand out of MXFP4: a thread has two groups of 32 codes of each step, asked for a step before they become bfloat16 in shared memory.
+struct Codes {
+  static constexpr int kGroups = kColumns * kDeep / 32 / kThreads;
+  const uint8_t *codes, *scales;
+  int64_t groups;  // of a row
+  int columns, row, k;
+  uint4 held[kGroups];
+  uint32_t scale[kGroups];
+  __device__ __forceinline__ Codes(const uint8_t* codes, const uint8_t* scales, int64_t in, int columns, int depth)
+      : codes(codes), scales(scales), groups(in / 32), columns(columns), row(threadIdx.x / 2), k(threadIdx.x % 2 * 32) {
+    fetch(depth);
+  }
+  __device__ __forceinline__ void fetch(int depth) {
+#pragma unroll
+    for (int i = 0; i < kGroups; ++i) {
+      const int n = row + i * kThreads / 2;
+      const bool there = n < columns && k % kDeep < depth;
+      const int64_t at = n * groups + k / 32;
+      held[i] = there ? reinterpret_cast<const uint4*>(codes)[at] : make_uint4(0, 0, 0, 0), scale[i] = there ? scales[at] : 0;
+    }
+    k += kDeep;
+  }
+  __device__ __forceinline__ void ask(uint32_t stage, int, int depth) {
+#pragma unroll
+    for (int i = 0; i < kGroups; ++i) {
+      const uint32_t power = mxfp4_power(scale[i]), part[4] = {held[i].x, held[i].y, held[i].z, held[i].w};
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const uint4 x = mxfp4_eight(part[j], power);
+        asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(stage + swizzle128(row + i * kThreads / 2, (threadIdx.x % 2 * 4 + j) * 16)), "r"(x.x),
+                     "r"(x.y), "r"(x.z), "r"(x.w)
+                     : "memory");
+      }
+    }
+    fetch(depth - kDeep);
+  }
+};
+
+// sum over `depth` of A (m, depth) B (depth, n), of one or two pairs of operands one after the other: again() turns the copies to the second;
+// f(row, column, two neighbours)
 struct Operands {
   const nv_bf16 *a, *b;
 };
-template <bool kAOuter, bool kBOuter, class F>
-__device__ __forceinline__ void multiply(const Operands (&pairs)[2], int count, int64_t lda, int64_t ldb, int rows, int columns, int depth, F f) {
+template <bool kAOuter, bool kBOuter, class B, class Again, class F>
+__device__ __forceinline__ void multiply(Copies<kAOuter, T> a, B b, Again again, int count, int rows, int columns, int depth, F f) {
   extern __shared__ char stages[];
   const int lane = threadIdx.x & 31, group = threadIdx.x >> 7, each = (depth + kDeep - 1) / kDeep, all = each * count;
   const uint32_t base = (shared_address(stages) + 1023) & ~1023u;
-  Copies<kAOuter, T> a(pairs[0].a, lda);
-  Copies<kBOuter, kColumns> b(pairs[0].b, ldb);
   auto load = [&](int i) {
     if (i < all) {
-      if (i == each) a = Copies<kAOuter, T>(pairs[1].a, lda), b = Copies<kBOuter, kColumns>(pairs[1].b, ldb);
+      if (i == each) again(a, b);
       const int rest = depth - (i >= each ? i - each : i) * kDeep;
       const uint32_t to = base + i % kStages * kStage;
       a.ask(to, rows, rest);
@@ -97,6 +135,13 @@ __device__ __forceinline__ void multiply(const Operands (&pairs)[2], int count, 
     }
 }
 
+template <bool kAOuter, bool kBOuter, class F>
+__device__ __forceinline__ void multiply(const Operands (&pairs)[2], int count, int64_t lda, int64_t ldb, int rows, int columns, int depth, F f) {
+  using A = Copies<kAOuter, T>;
+  using B = Copies<kBOuter, kColumns>;
+  multiply<kAOuter, kBOuter>(A(pairs[0].a, lda), B(pairs[0].b, ldb), [&](A& a, B& b) { a = A(pairs[1].a, lda), b = B(pairs[1].b, ldb); }, count, rows, columns, depth, f);
+}
+
 struct Three {
   ExpertProduct p[3];
   ExpertSizes s[3];
@@ -129,6 +174,18 @@ __global__ void __launch_bounds__(kThreads, 1) forward_kernel(const ExpertsNarro
   const Operands pairs[2] = {{static_cast<const nv_bf16*>(p.x) + t.first * in, static_cast<const nv_bf16*>(p.weights[t.expert]) + n0 * in}, {}};
   float* y = p.y + t.first * out + n0;
   multiply<false, false>(pairs, 1, in, in, t.rows, int(min(int64_t(kColumns), out - n0)), int(in),
+                         [&](int r, int c, float a, float b) { *reinterpret_cast<float2*>(y + r * out + c) = make_float2(a, b); });
+}
+__global__ void __launch_bounds__(kThreads, 1) codes_kernel(const ExpertsNarrow g, const __grid_constant__ Three list) {
+  RowTile t;
+  if (!t.find(g)) return;
+  const ExpertProduct& p = list.p[blockIdx.z];
+  const int64_t out = list.s[0].out, in = list.s[0].in, n0 = int64_t(blockIdx.x) * kColumns;
+  const int columns = int(min(int64_t(kColumns), out - n0));
+  using A = Copies<false, T>;
+  const Codes b(static_cast<const uint8_t*>(p.weights[t.expert]) + n0 * in / 2, static_cast<const uint8_t*>(p.scales[t.expert]) + n0 * in / 32, in, columns, int(in));
+  float* y = p.y + t.first * out + n0;
+  multiply<false, false>(A(static_cast<const nv_bf16*>(p.x) + t.first * in, in), b, [](A&, Codes&) {}, 1, t.rows, columns, int(in),
                          [&](int r, int c, float a, float b) { *reinterpret_cast<float2*>(y + r * out + c) = make_float2(a, b); });
 }
 __global__ void __launch_bounds__(kThreads, 1) input_kernel(const ExpertsNarrow g, const __grid_constant__ Three list) {
@@ -249,7 +306,8 @@ const char* expert_tiles(const ExpertsNarrow& g, int32_t* tile_begins, void* str
 }
 const char* expert_forward(const ExpertsNarrow& g, const ExpertProduct* list, int64_t count, int64_t out, int64_t in, void* stream) {
   const ExpertSizes s[2] = {{out, in}, {out, in}};
-  return launch(forward_kernel, dim3(tiles(out, kColumns), row_tiles(g), unsigned(count)), g, listed(list, s, count), stream);
+  if (count && list[0].scales && in % 32) return "[experts] MXFP4 has 32 columns a scale";
+  return launch(count && list[0].scales ? codes_kernel : forward_kernel, dim3(tiles(out, kColumns), row_tiles(g), unsigned(count)), g, listed(list, s, count), stream);
 }
 const char* expert_input(const ExpertsNarrow& g, const ExpertProduct* list, int64_t count, int64_t out, int64_t in, void* stream) {
   const ExpertSizes s[2] = {{out, in}, {out, in}};

@@ -22,8 +22,9 @@ struct ExpertProduct {
   const void *x, *z;           // (rows, in or out) bfloat16
   const void* const* weights;  // (experts) on the device; for weight gradients float32 gradients, null entries are skipped
   float* y;
+  const void* const* scales = nullptr;  // (experts): weights are MXFP4 codes (out, in / 2), low nibble first, and these their scales (out, in / 32)
 };
-// y = x W^T, for one or two matrix kinds of one size:  x (rows, in), y (rows, out)
+// y = x W^T, for one or two matrix kinds of one size:  x (rows, in), y (rows, out). MXFP4, of which in is a multiple of 32, is multiplied as it is.
 const char* expert_forward(const ExpertsNarrow&, const ExpertProduct* list, int64_t count, int64_t out, int64_t in, void* stream);
 // y = sum over one or two kinds of x W:  x (rows, out), y (rows, in) of the first
 const char* expert_input(const ExpertsNarrow&, const ExpertProduct* list, int64_t count, int64_t out, int64_t in, void* stream);

@@ -210,25 +210,28 @@ struct ProductsOnGpu {
   }
 };
 
-// On the GPU where weights are bfloat16, or kept so (Param::narrow): operands of all products are bfloat16 in memory.
+// On the GPU where weights are bfloat16, or kept so (Param::narrow), or MXFP4 without a tape: operands of all products are so in memory.
 class NarrowExperts {
  public:
   static bool serve(const Context& c, const ExpertWeights& w, int64_t l, int64_t m) {
     if (c.device != Device::cuda || !c.bf16_products || l % 8 || m % 8) return false;
+    const bool codes = is_codes(*w.gate[0]);
     for (const std::vector<Param*>* kind : {&w.gate, &w.up, &w.down})
-      for (const Param* p : *kind)
-        if (narrow(*p).empty() || (c.tape && p->grad.empty())) return false;
+      for (const Param* p : *kind) {
+        if (is_codes(*p) != codes) return false;
+        if (codes ? c.tape || weight_of(*p).stored != Stored::mxfp4 : narrow(*p).empty() || (c.tape && p->grad.empty())) return false;
+      }
     return true;
   }
   template <class Lender>  // the arena when there is a tape
   NarrowExperts(Context& c, Lender& lender, const ExpertWeights& w, const Dispatch& d, int64_t experts, int64_t slots, int64_t l, int64_t m)
-      : d_(d), e_(experts), slots_(slots), l_(l), m_(m) {
+      : d_(d), e_(experts), slots_(slots), l_(l), m_(m), codes_(is_codes(*w.gate[0])) {
     std::vector<void*> at;
     for (const std::vector<Param*>* kind : {&w.gate, &w.up, &w.down})
-      for (const Param* p : *kind) at.push_back(narrow(*p).data());
+      for (const Param* p : *kind) at.push_back(codes_ ? p->value.data() : narrow(*p).data());
     for (const std::vector<Param*>* kind : {&w.gate, &w.up, &w.down})
       for (const Param* p : *kind)
-        if (c.tape) at.push_back(p->grad.data());
+        if (codes_ || c.tape) at.push_back(codes_ ? p->scale.data() : p->grad.data());
     weights_ = listed(c.device, lender, at);
     tiles_ = lender.lend(DType::i32, {e_ + 1});
     rows_ = lender.lend(DType::bf16, {d.pairs, l});
@@ -241,10 +244,11 @@ class NarrowExperts {
       Tensor h = scratch.lend(DType::bf16, {d_.pairs, m_});
       gpu::check(cuda::expert_tiles(groups(), tiles_.i32(), gpu::stream()));
       gather(z.f32(), z.narrow().empty() ? nullptr : z.narrow().data(), rows_);
-      const cuda::ExpertProduct both[2] = {{rows_.data(), nullptr, kind(0), a.f32()}, {rows_.data(), nullptr, kind(1), b.f32()}};
+      const cuda::ExpertProduct both[2] = {{rows_.data(), nullptr, kind(0), a.f32(), scales(0)},
+                                           {rows_.data(), nullptr, kind(1), b.f32(), scales(1)}};
       gpu::check(cuda::expert_forward(groups(), both, 2, m_, l_, gpu::stream()));
       gpu::check(cuda::glu_narrow({f, d_.pair_of_row.i32(), count(), d_.pairs, m_, a.f32(), b.f32(), h.data()}, gpu::stream()));
-      const cuda::ExpertProduct down{h.data(), nullptr, kind(2), rows.f32()};
+      const cuda::ExpertProduct down{h.data(), nullptr, kind(2), rows.f32(), scales(2)};
       gpu::check(cuda::expert_forward(groups(), &down, 1, l_, m_, gpu::stream()));
     }
   }
@@ -273,10 +277,12 @@ class NarrowExperts {
   }
 
  private:
+  static bool is_codes(const Param& p) { return !p.scale.empty(); }
   static const Tensor& narrow(const Param& p) { return p.value.dtype() == DType::bf16 ? p.value : p.narrow; }
   cuda::ExpertsNarrow groups() const { return {d_.offsets.as<int64_t>(), tiles_.i32(), e_, d_.pairs}; }
   const int64_t* count() const { return d_.offsets.as<int64_t>() + e_; }
-  const void* const* kind(int64_t i) const { return weights_ + i * e_; }  // gate, up, down; then their gradients
+  const void* const* kind(int64_t i) const { return weights_ + i * e_; }  // gate, up, down; then their gradients, or scales
+  const void* const* scales(int64_t i) const { return codes_ ? kind(3 + i) : nullptr; }
   void gather([[maybe_unused]] const float* from, [[maybe_unused]] const void* from_bf16, [[maybe_unused]] const Tensor& to) const {
     if constexpr (gpu::kBuilt)
       gpu::check(cuda::gather_narrow({d_.pair_of_row.i32(), count(), d_.pairs, slots_, l_, from, from_bf16, to.data()}, gpu::stream()));
@@ -285,6 +291,7 @@ class NarrowExperts {
   Dispatch d_;
   int64_t e_, slots_, l_, m_;
   void* const* weights_;
+  bool codes_;
   Tensor tiles_, rows_;  // rows_: z of each pair, bfloat16
 };
 
@@ -295,7 +302,7 @@ Var experts(Var z, const Routing& routing, const ExpertWeights& w, const Activat
   const int64_t n = z.rows(), l = z.cols(), k = routing.experts.cols(), e = routing.scores.cols();
   K3_CHECK(routing.experts.rows() == n, "[experts] z has {} rows but {} were routed", n, routing.experts.rows());
   check_weights(w, e, l, c.tape != nullptr);
-  const int64_t m = w.gate[0]->value.rows();
+  const int64_t m = weight_shape(*w.gate[0])[0];
   const bool on_cpu = c.device == Device::cpu;
 
   Var u(c, DType::f32, {n, l});
@@ -306,6 +313,7 @@ Var experts(Var z, const Routing& routing, const ExpertWeights& w, const Activat
   if (c.tape) d = dispatch_of(*c.arena, routing.experts, e);
   std::shared_ptr<const NarrowExperts> narrow;
   const bool is_narrow = NarrowExperts::serve(c, w, l, m);
+  K3_CHECK(c.device != Device::cuda || is_narrow || !has_codes(w), "[experts] on the GPU experts in MXFP4 need products in bfloat16: give --bf16");
   if (is_narrow && c.tape) narrow = std::make_shared<const NarrowExperts>(c, *c.arena, w, d, e, k, l, m);
 
   double weight_bytes = 0;

@@ -5,6 +5,7 @@
 
 #include "k3/ops/activation/activation.h"
 #include "k3/ops/linear/linear.h"
+#include "k3/ops/linear/quantize.h"
 #include "k3/ops/moe/balance.h"
 #include "k3/ops/testing.h"
 
@@ -96,6 +97,8 @@ struct Moe {
   int64_t rows, slots, l, m, count;
   bool narrow;
   bool kept = false, all = false;  // with Param::narrow
+  bool codes = false;              // in MXFP4
+  bool quantized = false;          // only values that MXFP4 holds
   std::vector<int32_t> chosen;
   Moe(int64_t rows, int64_t slots, int64_t l, int64_t m, int64_t count, bool narrow = false)
       : rows(rows), slots(slots), l(l), m(m), count(count), narrow(narrow) {
@@ -111,8 +114,15 @@ struct Moe {
     r.scores = step.arena().lend(DType::f32, {rows, count});
     ExpertWeights w;
     auto weight = [&](uint64_t seed, int64_t e, Shape s) {
-      const Values v(s.size(), seed * 1000 + uint64_t(e), 1 / std::sqrt(double(s[1])));
+      Values v(s.size(), seed * 1000 + uint64_t(e), 1 / std::sqrt(double(s[1])));
+      for (int64_t i = 0; quantized && i < v.size(); ++i) v[i] = std::ldexp(std::round(std::clamp(v[i] * 16.0f, -4.0f, 4.0f)), -4);
       Param& p = step.keep(step.param("w", v, s));
+      if (codes) {
+        std::vector<uint8_t> code(size_t(v.size() / 2)), scale(size_t(v.size() / 32));
+        quantize(Stored::mxfp4, v.data(), s[0], s[1], code.data(), scale.data(), "w");
+        p.value = step.arena().lend(DType::u8, {s[0], s[1] / 2}), p.scale = step.arena().lend(DType::u8, {s[0], s[1] / 32});
+        write(p.value, code.data()), write(p.scale, scale.data());
+      }
       if (narrow && (all || e % 3)) {
         std::vector<bf16> half;
         for (int64_t i = 0; i < v.size(); ++i) half.push_back(to_bf16(v[i]));
@@ -215,6 +225,39 @@ TEST(moe, cuda_experts_of_bfloat16_weights_are_near_float32_in_inference) {
   Step a(false, size_t(1) << 30, Device::cuda), b(false, size_t(1) << 30, Device::cuda);
   a.context.bf16_products = b.context.bf16_products = true;
   EXPECT_EQ(testing::bytes_of(crowd.run(a)[0].row_range(0, 3)), testing::bytes_of(first.run(b)[0]));
+}
+
+// MXFP4 is multiplied as it is: the bits of the same weights in bfloat16, which holds them. Experts without rows, one token, half a step of the sum.
+TEST(moe, cuda_experts_of_mxfp4_codes_are_near_float32) {
+  for (auto [rows, slots, l, m, count] :
+       {std::array<int64_t, 5>{1, 2, 96, 160, 12}, {150, 3, 64, 32, 7}, {700, 2, 96, 544, 5}, {40, 1, 512, 64, 3}}) {
+    SCOPED_TRACE(fmt::format("{} rows", rows));
+    Moe moe(rows, slots, l, m, count);
+    moe.codes = true;
+    testing::expect_cuda_equals_cpu(
+        5 * 6 / 512.0,
+        [&](Step& s) {
+          s.context.bf16_products = true;
+          return moe.run(s);
+        },
+        false);
+  }
+  if (const std::string why = gpu::why_not(); !why.empty()) GTEST_SKIP() << why;
+  Moe exact(3, 2, 64, 32, 4);
+  exact.codes = true;
+  Step step(false, size_t(1) << 30, Device::cuda);
+  EXPECT_THAT([&] { exact.run(step); }, testing::throws_error("experts in MXFP4 need products in bfloat16"));
+  for (bool codes : {true, false}) {
+    Moe both(300, 2, 96, 288, 5, !codes);
+    both.codes = codes, both.all = true, both.quantized = true;
+    Step s(false, size_t(1) << 30, Device::cuda);
+    s.context.bf16_products = true;
+    static std::vector<char> first;
+    if (codes)
+      first = testing::bytes_of(both.run(s)[0]);
+    else
+      EXPECT_EQ(testing::bytes_of(both.run(s)[0]), first);
+  }
 }
 
 // A token's row has the same bits alone and in a crowd.
