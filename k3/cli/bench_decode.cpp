@@ -33,6 +33,7 @@ struct DecodeFlags {
   bool fast = false, json = false;
   LoadOptions load;
   MemoryFlags memory;
+  std::vector<int64_t> rows;
 };
 
 template <class F>
@@ -180,6 +181,11 @@ std::string picture(const DecodeResult& r) {
 
 void run(const DecodeFlags& f) {
   K3_CHECK(f.model.empty() != f.config.empty(), "[bench] name a snapshot's folder, or a config with --config FILE to make one of random weights");
+  const bool gpu = f.load.device == Device::cuda;
+  K3_CHECK(!f.load.bf16_products || gpu, "[bench] --bf16 is for --device cuda");
+  K3_CHECK(f.rows.empty() || gpu, "[bench] --rows is for --device cuda: on the CPU one sequence is timed");
+  K3_CHECK(!gpu || (f.svg.empty() && !f.fast),
+           "[bench] --svg and --fast are for the CPU: on the GPU a step is timed as a whole, in its fastest form");
   std::unique_ptr<AtomicFile> drawing;  // a place that cannot be written to is found before a minute of work
   if (!f.svg.empty()) drawing = std::make_unique<AtomicFile>(f.svg);
   std::unique_ptr<Temporary> temporary;
@@ -195,6 +201,11 @@ void run(const DecodeFlags& f) {
                       .trust_scales = f.memory.trust_scales},
                      f.load);
   if (temporary) temporary->remove();
+  if (f.load.device == Device::cuda) {
+    GpuDecodeFlags g{.context = f.context, .steps = f.tokens, .json = f.json};
+    if (!f.rows.empty()) g.rows = f.rows;
+    return bench_decode_on_gpu(opened.model(), f.config.empty() ? f.model : f.config, g);
+  }
 
   DecodeResult r{.tokens = f.tokens, .context = f.context};
   r.what = fmt::format("{}, {} layers, hidden {}{}, {} threads", f.config.empty() ? f.model : f.config, config.num_hidden_layers, config.hidden_size,
@@ -244,7 +255,8 @@ void add_bench_decode(CLI::App& bench) {
   CLI::App* c = bench.add_subcommand("decode", "a token's time and bytes by part of the model, beside a plain read of memory");
   c->footer(
       "Examples:\n  k3 bench decode Kimi-Linear-48B-A3B-Instruct\n"
-      "  k3 bench decode --config configs/kimi-linear-48b.json --experts-as mxfp4 --svg decode.svg");
+      "  k3 bench decode --config configs/kimi-linear-48b.json --experts-as mxfp4 --svg decode.svg\n"
+      "  k3 bench decode --config configs/k3-0.4b.json --device cuda --bf16 --context 256");
   auto f = std::make_shared<DecodeFlags>();
   c->add_option("model", f->model, "snapshot folder");
   auto* config = c->add_option("--config", f->config, "in place of a snapshot: random weights for this config.json, as many layers as fit");
@@ -260,6 +272,8 @@ void add_bench_decode(CLI::App& bench) {
   c->add_flag("--fast", f->fast, "absorbed attention in decode");
   c->add_flag("--json", f->json, "print JSON");
   c->add_option("--svg", f->svg, "draw it: time, rate and bytes of each part");
+  add_device(c, f->load);
+  c->add_option("--rows", f->rows, "with --device cuda: numbers of sequences that decode together (1, 8 and 33)")->check(CLI::Range(1, 4096));
   add_dense(*c, f->load);
   add_memory_flags(c, f->memory);
   c->callback([f] { run(*f); });

@@ -14,18 +14,22 @@ namespace k3 {
 
 Decoder::Decoder(Model& model, ModelState& state, const DecoderOptions& options)
     : model_(model), state_(state), options_(options), arena_(address_space(), model.params().device()) {
-  const std::string why = why_not(model);
+  const std::string why = why_not(model, options);
   K3_CHECK(why.empty(), "[decoder] {}", why);
+  if (!options.deterministic) fused_ = std::make_unique<FusedStep>(model, state);
 }
 
 Decoder::~Decoder() {
   for (auto& [rows, size] : sizes_) gpu::release_shared(reinterpret_cast<char*>(size.results));
 }
 
-std::string Decoder::why_not(const Model& model) {
+std::string Decoder::why_not(const Model& model, const DecoderOptions& options) {
   const Config& c = model.config();
   if (!gpu::kBuilt || model.params().device() != Device::cuda) return "the model is not on a GPU";
-  if (model.bf16_products) return "products in bfloat16 give other bits in other numbers of rows";
+  if (options.deterministic && model.bf16_products) return "products in bfloat16 give other bits in other numbers of rows";
+  if (!options.deterministic) {
+    if (const std::string why = FusedStep::why_not(model); !why.empty()) return why;
+  }
   const bool has_mla = std::find(c.mixer_of_layer.begin(), c.mixer_of_layer.end(), "mla") != c.mixer_of_layer.end();
   if (has_mla && !c.mla_use_nope) return "positions that rotate are made by the host in each step";
   if (c.vocab_size > cuda::kSampleVocabulary) return fmt::format("the vocabulary is beyond {} tokens", cuda::kSampleVocabulary);
@@ -122,12 +126,12 @@ void Decoder::draw(const Tensor& logits) {
 
 void Decoder::forward() {
   Context c;
-  c.device = arena_.device(), c.arena = &arena_;
+  c.device = arena_.device(), c.arena = &arena_, c.deterministic = options_.deterministic;
   arena_.rewind(0);
   Batch batch = Batch::of_lengths(std::vector<int64_t>(size_t(now_->rows), 1));
   batch.step = &now_->step;
   const Tensor ids(const_cast<int32_t*>(now_->step.ids), DType::i32, {now_->rows}, Device::cuda);
-  now_->logits = k3::logits(model_.forward(c, ids, batch, &state_), model_.lm_head());
+  now_->logits = fused_ ? fused_->logits(c, ids, now_->step) : k3::logits(model_.forward(c, ids, batch, &state_), model_.lm_head());
   sample(now_->logits, true);
 }
 

@@ -11,13 +11,17 @@
 // on, so all steps are the same launches: the first of a batch size goes launch by launch, the others as one graph. Row counts are rounded up to
 // those of rows_of(); the rows in excess are filler. A row's bits depend on its own sequence alone.
 //
+// In bfloat16 (Model::bf16_products) with a state that is not deterministic the forward is FusedStep's where that serves the model.
+//
 // Results of the last kResults steps are kept. Errors: no GPU model; rows without slots or with the same; slots whose layers disagree on what they
 // have read; results too old.
 #include <map>
+#include <memory>
 #include <span>
 #include <vector>
 
 #include "k3/core/gpu.h"
+#include "k3/infer/fused_step.h"
 #include "k3/model/model.h"
 #include "k3/ops/sample/sample.h"
 #include "k3/ops/sample/sample_cuda.h"
@@ -26,6 +30,7 @@ namespace k3 {
 
 struct DecoderOptions {
   bool captured = true;  // false: launch by launch, always
+  bool deterministic = true;
 };
 
 struct DecodeRow {
@@ -42,7 +47,7 @@ class Decoder {
   Decoder(const Decoder&) = delete;
   ~Decoder();
   // Why this model can't be decoded so; empty when it can.
-  static std::string why_not(const Model& model);
+  static std::string why_not(const Model& model, const DecoderOptions& options);
   static int64_t rows_of(int64_t rows);  // 1, 2, 4, 8, then multiples of 8
 
   void begin(std::span<const DecodeRow> rows);
@@ -53,6 +58,7 @@ class Decoder {
   int64_t drawn() const { return drawn_; }
   const Tensor& logits() const { return now_->logits; }  // of the last step: (rows_of(rows), vocabulary) on the device; downloading waits
 
+  bool fused() const { return fused_ != nullptr; }
   int64_t kernels() const;  // launches of a captured step of the present size; 0 before there is one
   Arena& arena() { return arena_; }
 
@@ -75,6 +81,7 @@ class Decoder {
   ModelState& state_;
   DecoderOptions options_;
   Arena arena_;
+  std::unique_ptr<FusedStep> fused_;
   std::vector<DecodeRow> rows_;
   std::map<int64_t, Size> sizes_;
   Size* now_ = nullptr;

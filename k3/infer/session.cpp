@@ -12,15 +12,22 @@ namespace k3 {
 
 // Slot 0 is the sequence, slot 1 the mark.
 
+static SessionOptions settled(SessionOptions o, const Model& model) {
+  o.captured = o.captured && !o.listen;
+  if (o.captured && FusedStep::why_not(model).empty()) o.deterministic = false;
+  return o;
+}
+
 Session::Session(Model& model, const SessionOptions& options)
     : model_(model),
-      options_(options),
+      options_(settled(options, model)),
       arena_(address_space(), model.params().device()),
-      state_(model.new_state(2, model.params().device(), options.deterministic)),
+      state_(model.new_state(2, model.params().device(), options_.deterministic)),
       logits_(size_t(model.config().vocab_size) * sizeof(float)) {
   K3_CHECK(options.prefill_chunk >= 1, "[session] prefill_chunk is {} but must be at least 1", options.prefill_chunk);
-  if (!options.captured || options.listen || !options.deterministic || !Decoder::why_not(model).empty()) return;
-  decoder_ = std::make_unique<Decoder>(model, state_, DecoderOptions{});
+  const DecoderOptions decode{.deterministic = options_.deterministic};
+  if (!options_.captured || !Decoder::why_not(model, decode).empty()) return;
+  decoder_ = std::make_unique<Decoder>(model, state_, decode);
   last_room_ = Buffer(logits_.bytes(), arena_.device());
   last_ = last_room_.view(DType::f32, {1, vocabulary()});
 }

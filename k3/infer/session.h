@@ -17,9 +17,11 @@
 namespace k3 {
 
 struct SessionOptions {
-  int64_t prefill_chunk = 256;           // tokens read at once: bounds the memory of a long prompt
-  bool captured = true;                  // on a GPU, where the model allows it and nobody listens: next() is a captured step
-  bool deterministic = true;             // false: absorbed MLA decode, less memory a token; equal to rounding
+  int64_t prefill_chunk = 256;  // tokens read at once: bounds the memory of a long prompt
+  bool captured = true;         // on a GPU, where the model allows it and nobody listens: next() is a captured step
+  // false: absorbed MLA decode, less memory a token; equal to rounding. A model in bfloat16 on a GPU whose decode step can be fused (FusedStep) is
+  // never deterministic: its products' sums depend on the cut already.
+  bool deterministic = true;
   std::function<void(Context&)> listen;  // sees each step's Context before it runs (StepClock::listen)
 };
 
@@ -34,8 +36,8 @@ class Session {
   // again; anything else that is called forgets it. On a GPU the reading is a captured step that is already on its way when next() returns, so that
   // steps follow each other without waiting; `options` stay the same while next() follows next().
   int32_t next(const SampleOptions& options);
-  bool captured() const { return decoder_ != nullptr; }                    // whether next() decodes so
-  const char* how() const { return decoder_ ? " (captured steps)" : ""; }  // for a speed line
+  bool captured() const { return decoder_ != nullptr; }  // whether next() decodes so
+  const char* how() const { return !decoder_ ? "" : decoder_->fused() ? " (captured, fused steps)" : " (captured steps)"; }  // for a speed line
   const Decoder* decoder() const { return decoder_.get(); }
 
   bool drop(int64_t n) { return settle(), state_.drop(0, n); }  // unread the last n tokens; false when that is too far back

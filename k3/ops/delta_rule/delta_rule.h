@@ -57,6 +57,9 @@ class DeltaState {
   void closed_with(int64_t slot, int64_t n) { tokens_[slot] += n, open_[slot] = 0; }
 
   int64_t bytes_per_slot() const { return bytes_per_slot(shape_); }
+  // For kernels of a decode step: slots lie bytes_per_slot() apart (delta_rule_kernels.h).
+  float* memory() const { return slot(0); }
+  const DeltaShape& shape() const { return shape_; }
   static int64_t bytes_per_slot(const DeltaShape& shape);
 
  private:

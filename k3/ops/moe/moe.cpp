@@ -15,6 +15,7 @@
 #include "k3/ops/moe/experts_narrow_cuda.h"
 #include "k3/ops/moe/moe_float_cuda.h"
 #include "k3/ops/moe/moe_kernels.h"
+#include "k3/ops/moe/widen_cuda.h"
 #include "k3/tape/tape.h"
 
 namespace k3 {
@@ -176,19 +177,33 @@ struct ProductsOnGpu {
     const int which = &params == &w.gate ? 0 : &params == &w.up ? 1 : 2;
     std::vector<void*> at;
     std::vector<uint8_t> narrow;
+    const Shape shape = weight_shape(*params[0]);
+    const bool codes = !gradients && !params[0]->scale.empty();
+    const bf16* wide = codes ? widened(params, which, shape).as<bf16>() : nullptr;
     for (const Param* p : params) {
-      at.push_back(gradients ? p->grad.data() : p->value.data());
-      narrow.push_back(!gradients && p->value.dtype() == DType::bf16);
+      at.push_back(gradients ? p->grad.data() : codes ? const_cast<bf16*>(wide + int64_t(at.size()) * shape.size()) : p->value.data());
+      narrow.push_back(codes || (!gradients && p->value.dtype() == DType::bf16));
     }
     cuda::GroupedArgs a{};
     a.kind = kind, a.offsets = d.offsets.as<int64_t>(), a.experts = experts, a.most_rows = d.pairs;
     a.weights = (gradients ? w.on_device->gradients : w.on_device->values)[which].of(c.device, at);
     if (!gradients) a.bf16 = w.on_device->narrow[which].of(c.device, narrow);
     a.narrow = c.bf16_products;
-    a.out = params[0]->value.rows(), a.in = params[0]->value.cols();
+    a.out = shape[0], a.in = shape[1];
     a.list = reinterpret_cast<cuda::ListedProduct*>(scratch.lend(DType::u8, {experts * int64_t(sizeof(cuda::ListedProduct))}).data());
     a.tile_begins = scratch.lend(DType::i32, {experts + 1}).i32();
     return a;
+  }
+  // MXFP4 codes as bfloat16, for as long as the scratch is lent.
+  Tensor widened(const std::vector<Param*>& params, int which, Shape shape) const {
+    std::vector<const void*> codes, scales;
+    for (const Param* p : params) codes.push_back(p->value.data()), scales.push_back(p->scale.data());
+    Tensor to = scratch.lend(DType::bf16, {experts, shape[0], shape[1]});
+    if constexpr (gpu::kBuilt)
+      gpu::check(cuda::widen_experts(
+          {w.on_device->codes[which].of(c.device, codes), w.on_device->scales[which].of(c.device, scales), experts, shape[0], shape[1], to.data()},
+          gpu::stream()));
+    return to;
   }
   void run(const cuda::GroupedArgs& a) const {
     if constexpr (gpu::kBuilt) gpu::check(cuda::grouped_products(a, gpu::stream()));

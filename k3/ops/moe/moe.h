@@ -66,7 +66,7 @@ struct ExpertWeights {
   ExpertSource* source = nullptr;
   // Where the matrices lie, on the device: values and gradients of w1, w3, w2, and which values are bfloat16.
   struct OnDevice {
-    ListedOnce values[3], gradients[3], narrow[3];
+    ListedOnce values[3], gradients[3], narrow[3], codes[3], scales[3];
   };
   std::shared_ptr<OnDevice> on_device = std::make_shared<OnDevice>();  // owners: the layer, and the closures on the tape
 };

@@ -17,7 +17,7 @@ namespace {
 namespace cg = cooperative_groups;
 
 constexpr int kBlocks = 8, kThreads = 1024;
-constexpr uint32_t kMasked = 0;
+constexpr uint32_t kMasked = 0, kBroken = 0xffffffffu;
 
 // Larger is better; -0 equals 0. Never 0 for a number above minus infinity.
 __device__ __forceinline__ uint32_t key_of(float x) {
@@ -149,6 +149,7 @@ __global__ void __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(kThreads) samp
   __shared__ Shared shared;
   const int64_t r = blockIdx.x / kBlocks;
   if (a.slots[r] < 0) return;
+  asm volatile("griddepcontrol.wait;" ::: "memory");  // launched before the logits are complete
   Row row{shared, cg::this_cluster()};
   const int64_t first = (int64_t(row.cluster.block_rank()) * kThreads + threadIdx.x) * EACH;
   const float* logits = a.logits + r * a.vocabulary;
@@ -156,18 +157,26 @@ __global__ void __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(kThreads) samp
 
   // 1
   uint32_t key[EACH];
-  unsigned long long best = 0, bad = 0;  // larger is better: value, then the lower id
+  float x[EACH];
+  if (EACH % 4 == 0 && first + EACH <= a.vocabulary && a.vocabulary % 4 == 0) {  // all on their way together
+#pragma unroll
+    for (int i = 0; i < EACH; i += 4) {
+      const float4 v = *reinterpret_cast<const float4*>(logits + first + i);
+      x[i] = v.x, x[min(i + 1, EACH - 1)] = v.y, x[min(i + 2, EACH - 1)] = v.z, x[min(i + 3, EACH - 1)] = v.w;
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) x[i] = first + i < a.vocabulary ? logits[first + i] : -INFINITY;
+  }
+  unsigned long long best = 0;  // larger is better: what is no number, the value, then the lower id
 #pragma unroll
   for (int i = 0; i < EACH; ++i) {
-    const int64_t id = first + i;
-    const float x = id < a.vocabulary ? logits[id] : -INFINITY;
-    if (x != x || x == INFINITY) bad = max(bad, 0xffffffffull - id);
-    key[i] = key_of(x);
-    if (key[i]) best = max(best, (unsigned long long)key[i] << 32 | (0xffffffffull - id));
+    key[i] = x[i] != x[i] || x[i] == INFINITY ? kBroken : key_of(x[i]);
+    if (key[i]) best = max(best, (unsigned long long)key[i] << 32 | (0xffffffffull - (first + i)));
   }
-  best = row.largest(best), bad = row.largest(bad);
+  best = row.largest(best);
   int32_t drawn = best ? int32_t(0xffffffffull - (best & 0xffffffffull)) : -1, where = -1;
-  if (bad) drawn = -1, where = int32_t(0xffffffffull - bad);
+  if (best >> 32 == kBroken) where = drawn, drawn = -1;
 
   if (drawn >= 0 && o.temperature != 0 && o.top_k != 1) {
     if (o.top_k > 0) {  // 2
@@ -224,8 +233,10 @@ template <int EACH>
 cudaError_t run(const SampleStepArgs& a, cudaStream_t s) {
   constexpr int bytes = EACH * kThreads * int(sizeof(double));
   if (cudaError_t e = cudaFuncSetAttribute(sample_kernel<EACH>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes); e != cudaSuccess) return e;
-  sample_kernel<EACH><<<unsigned(a.rows * kBlocks), kThreads, bytes, s>>>(a);
-  return cudaGetLastError();
+  cudaLaunchAttribute early{cudaLaunchAttributeProgrammaticStreamSerialization, {}, {}};
+  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{dim3(unsigned(a.rows * kBlocks)), dim3(kThreads), bytes, s, &early, 1};
+  return cudaLaunchKernelEx(&config, sample_kernel<EACH>, a);
 }
 
 }  // namespace

@@ -1,0 +1,79 @@
+#pragma once
+// What the kernels of a decode step share: launches that begin while the kernel in front still runs, and the products' innermost loop.
+#include "k3/core/block.cuh"
+#include "k3/core/tile.cuh"
+#include "k3/ops/activation/activation_kernels.h"
+
+namespace k3::cuda {
+
+// All that a step computes was computed before this; weights and what no kernel of a step writes may be read earlier.
+__device__ __forceinline__ void wait_for_kernel_in_front() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ __forceinline__ void let_next_kernel_begin() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
+template <class... Parameters, class... Arguments>
+const char* launch_step(void (*kernel)(Parameters...), dim3 grid, int threads, size_t shared, void* stream, const Arguments&... a) {
+  if (shared > 8 << 10)  // what a kernel has besides counts too
+    if (cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared)); e != cudaSuccess)
+      return cudaGetErrorString(e);
+  cudaLaunchAttribute chain{cudaLaunchAttributeProgrammaticStreamSerialization, {}, {}};
+  chain.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{grid, dim3(unsigned(threads)), shared, stream_of(stream), &chain, 1};
+  const cudaError_t e = cudaLaunchKernelEx(&config, kernel, Parameters(a)...);
+  return e == cudaSuccess ? nullptr : cudaGetErrorString(e);
+}
+
+__device__ __forceinline__ float gated_unit(const Activation& a, float g, float u) {  // as elementwise_cuda.cu
+  switch (a.kind) {
+    case Activation::Kind::situ:
+      return a.beta * tanhf(g / a.beta) * exact_sigmoid(g) * (a.linear_beta > 0 ? a.linear_beta * tanhf(u / a.linear_beta) : u);
+    case Activation::Kind::clipped:
+      g = g > a.limit ? a.limit : g, u = u > a.limit ? a.limit : u, u = u < -a.limit ? -a.limit : u;
+      break;
+    case Activation::Kind::swiglu:
+      break;
+  }
+  return g * exact_sigmoid(g) * u;
+}
+
+// A weight's rows are the left operand of the tensor units, 16 at a time, tokens the right one, 8 at a time. The units sum over 16 values of k in an
+// order of their own, and both operands may be given them permuted alike: lane (g, t) = (lane / 4, lane % 4) takes eight neighbouring values of row g
+// and of row g + 8, which two products use up.
+struct Eight {
+  uint4 low, high;  // rows g and g + 8
+};
+__device__ __forceinline__ Eight no_weights() { return {make_uint4(0, 0, 0, 0), make_uint4(0, 0, 0, 0)}; }
+__device__ __forceinline__ uint4 stream16(const void* p) {  // read once: past the first-level cache
+  uint4 x;
+  asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(p));
+  return x;
+}
+__device__ __forceinline__ void multiply(float (&sum)[4], const Eight& w, const uint4& x) {
+  const uint32_t first[4] = {w.low.x, w.high.x, w.low.y, w.high.y}, second[4] = {w.low.z, w.high.z, w.low.w, w.high.w};
+  mma(sum, first, x.x, x.y);
+  mma(sum, second, x.z, x.w);
+}
+
+// ---- MXFP4: 32 codes of a row (16 bytes, low nibble first) and their scale, to four times eight bfloat16. Exact but where 2^(scale - 127) times a
+// code is beyond bfloat16.
+__device__ __forceinline__ uint32_t times(uint32_t x, uint32_t y) {
+  uint32_t z;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
+  return z;
+}
+// Eight codes; `power` is 2^(scale - 127) twice. A code's bits as a bfloat16's lowest exponent and highest fraction bits are the value times 2^-126.
+__device__ __forceinline__ uint4 eight_codes(uint32_t c, uint32_t power) {
+  uint32_t r[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t b = c >> (8 * i);  // codes 2 i and 2 i + 1
+    const uint32_t low = (b & 7) << 6 | (b & 8) << 12, high = (b & 0x70) << 18 | (b & 0x80) << 24;
+    r[i] = times(times(low | high, 0x7e807e80u), power);  // 2^126
+  }
+  return make_uint4(r[0], r[1], r[2], r[3]);
+}
+__device__ __forceinline__ uint32_t power_of(uint32_t scale) {  // 2^(scale - 127) as two bfloat16; 255 is not a number
+  const uint32_t one = scale == 0 ? 0x40u : scale << 7;
+  return one | one << 16;
+}
+
+}  // namespace k3::cuda
