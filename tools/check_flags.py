@@ -275,6 +275,7 @@ CASES = {
         "--json": (STEPS, ["--json", SCRATCH / "step.json"], wrote(SCRATCH / "step.json")),
         "--device": (STEPS, ["--device", "cuda"], on_gpu),
         "--bf16": (STEPS, ["--bf16"], "--bf16 requires --device"),
+        "--one-by-one": (STEPS, ["--one-by-one"], "--one-by-one is for --device cuda"),
     },
     "bench decode": {
         "--config": (["bench", "decode"], ["--config", SMALL, "--layers", "2", "--tokens", "1", "--context", "4"], OUT),

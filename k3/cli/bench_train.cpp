@@ -137,6 +137,7 @@ class Dissection {
 
 void run(const TrainFlags& f) {
   K3_CHECK(!f.bf16 || f.device == Device::cuda, "[bench] --bf16 is for --device cuda");
+  K3_CHECK(!f.one_by_one || f.device == Device::cuda, "[bench] --one-by-one is for --device cuda: on the CPU no step is captured");
   RunConfig run = load_run_config(f.config, f.assignments);
   const bool sized = std::find(run.given.begin(), run.given.end(), "vocab_size") != run.given.end();
   if (!sized) run.model.vocab_size = 2048;
