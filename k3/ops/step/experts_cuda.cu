@@ -1,5 +1,6 @@
 // Split: first launch: a block is 16 neurons of one (row, slot), and makes the row's choice for itself; second: 16 outputs of a row, all slots. Eight
 // warps take every eighth run of columns (32 of bfloat16, 128 of MXFP4); their sums are added in order.
+#include "k3/core/mxfp4.cuh"
 #include "k3/ops/step/experts_cuda.h"
 #include "k3/ops/step/step.cuh"
 
@@ -69,13 +70,13 @@ __device__ __forceinline__ void run_of(float (&sum)[4], const void* w, const uin
     if (k < in) {
       const uint8_t* from = static_cast<const uint8_t*>(w) + int64_t(row0 + g) * (in / 2) + k / 2;
       const uint8_t* scale = scales + int64_t(row0 + g) * (in / 32) + k / 32;
-      if (row0 + g < out) low = stream16(from), low_power = power_of(*scale);
-      if (row0 + g + 8 < out) high = stream16(from + 8 * int64_t(in / 2)), high_power = power_of(scale[8 * int64_t(in / 32)]);
+      if (row0 + g < out) low = stream16(from), low_power = mxfp4_power(*scale);
+      if (row0 + g + 8 < out) high = stream16(from + 8 * int64_t(in / 2)), high_power = mxfp4_power(scale[8 * int64_t(in / 32)]);
     }
     const uint32_t lows[4] = {low.x, low.y, low.z, low.w}, highs[4] = {high.x, high.y, high.z, high.w};
 #pragma unroll
     for (int s = 0; s < 4; ++s) {
-      const Eight w8{eight_codes(lows[s], low_power), eight_codes(highs[s], high_power)};
+      const Eight w8{mxfp4_eight(lows[s], low_power), mxfp4_eight(highs[s], high_power)};
       multiply(sum, w8, g == 0 && k < in ? *reinterpret_cast<const uint4*>(x + k + s * 8) : make_uint4(0, 0, 0, 0));
     }
   } else {

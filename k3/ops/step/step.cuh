@@ -53,27 +53,4 @@ __device__ __forceinline__ void multiply(float (&sum)[4], const Eight& w, const 
   mma(sum, second, x.z, x.w);
 }
 
-// ---- MXFP4: 32 codes of a row (16 bytes, low nibble first) and their scale, to four times eight bfloat16. Exact but where 2^(scale - 127) times a
-// code is beyond bfloat16.
-__device__ __forceinline__ uint32_t times(uint32_t x, uint32_t y) {
-  uint32_t z;
-  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
-  return z;
-}
-// Eight codes; `power` is 2^(scale - 127) twice. A code's bits as a bfloat16's lowest exponent and highest fraction bits are the value times 2^-126.
-__device__ __forceinline__ uint4 eight_codes(uint32_t c, uint32_t power) {
-  uint32_t r[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const uint32_t b = c >> (8 * i);  // codes 2 i and 2 i + 1
-    const uint32_t low = (b & 7) << 6 | (b & 8) << 12, high = (b & 0x70) << 18 | (b & 0x80) << 24;
-    r[i] = times(times(low | high, 0x7e807e80u), power);  // 2^126
-  }
-  return make_uint4(r[0], r[1], r[2], r[3]);
-}
-__device__ __forceinline__ uint32_t power_of(uint32_t scale) {  // 2^(scale - 127) as two bfloat16; 255 is not a number
-  const uint32_t one = scale == 0 ? 0x40u : scale << 7;
-  return one | one << 16;
-}
-
 }  // namespace k3::cuda
