@@ -1,6 +1,7 @@
 // Bound by memory. A thread has 32 codes and their scale.
+#include "k3/core/block.cuh"
+#include "k3/core/mxfp4.cuh"
 #include "k3/ops/moe/widen_cuda.h"
-#include "k3/ops/step/step.cuh"
 
 namespace k3::cuda {
 namespace {
@@ -9,9 +10,9 @@ __global__ void __launch_bounds__(256) widen_kernel(const WidenExpertsArgs a) {
   const int64_t groups = a.out * a.in / 32, i = int64_t(blockIdx.x) * 256 + threadIdx.x, e = blockIdx.y;
   if (i >= groups) return;
   const uint4 c = static_cast<const uint4*>(a.codes[e])[i];
-  const uint32_t power = power_of(static_cast<const uint8_t*>(a.scales[e])[i]);
+  const uint32_t power = mxfp4_power(static_cast<const uint8_t*>(a.scales[e])[i]);
   uint4* to = static_cast<uint4*>(a.to) + (e * groups + i) * 4;
-  to[0] = eight_codes(c.x, power), to[1] = eight_codes(c.y, power), to[2] = eight_codes(c.z, power), to[3] = eight_codes(c.w, power);
+  to[0] = mxfp4_eight(c.x, power), to[1] = mxfp4_eight(c.y, power), to[2] = mxfp4_eight(c.z, power), to[3] = mxfp4_eight(c.w, power);
 }
 
 }  // namespace
