@@ -5,15 +5,11 @@
 #include <memory>
 
 #include "k3/core/gpu.h"
-#include "k3/model/init.h"
 #include "k3/train/eval.h"
 #include "k3/train/testing.h"
-#include "k3/train/trainer.h"
 
 namespace k3 {
 namespace {
-
-using testing::TemporaryFolder;
 
 // Documents of 8 and of 16 tokens, so that rows of 16 are cut in few ways, and steps of one shape come again.
 std::string even_text() {
@@ -27,32 +23,10 @@ std::string even_text() {
   return text;
 }
 
-struct Trial {
-  TemporaryFolder folder;
-  Tokenizer tokenizer = Tokenizer::bytes();
-  std::unique_ptr<TokenFile> file;
-  Split split;
-  std::unique_ptr<Model> model;
-  std::unique_ptr<Trainer> trainer;
-  TrainOptions options;
+struct Trial : testing::SmallRun {
   int captured = 0;
 
-  Trial(const std::vector<std::string>& assignments, bool bf16, bool as_graph) {
-    testing::put(folder / "config.json", testing::tiny_config().dump());
-    testing::put(folder / "text", even_text());
-    RunConfig run = load_run_config(folder / "config.json", assignments);
-    options = run.train;
-    write_token_file(folder / "tokens.bin", list_sources({folder / "text"}), "%", tokenizer);
-    file = std::make_unique<TokenFile>(folder / "tokens.bin");
-    split = split_documents(*file, options.held_out);
-    run.model.vocab_size = tokenizer.vocabulary();
-    run.model.finish();
-    model = std::make_unique<Model>(run.model, true);
-    model->bf16_products = bf16;
-    model->params().allocate(Device::cpu);
-    initialize(*model, 1);
-    model->params().move_to(Device::cuda);
-    trainer = std::make_unique<Trainer>(*model, *file, split.train, tokenizer, options);
+  Trial(const std::vector<std::string>& assignments, bool bf16, bool as_graph) : SmallRun(assignments, even_text(), Device::cuda, bf16) {
     trainer->captured = as_graph;
   }
   // As a resumed run has it: the weights and moments of another one.

@@ -1,18 +1,21 @@
 #pragma once
-// What the tests of this folder share: a complete K3 in miniature, some text, and a folder that goes away.
+// What the tests of this folder share: a complete K3 in miniature, some text, a folder that goes away, and a run of these.
 #include <filesystem>
 #include <fstream>
 #include <iterator>
+#include <memory>
 #include <nlohmann/json.hpp>
 #include <string>
 
 #include "k3/core/file.h"
 #include "k3/core/rng.h"
 #include "k3/core/testing.h"
+#include "k3/model/init.h"
 #include "k3/model/model.h"
 #include "k3/tokenizer/tokenizer.h"
 #include "k3/train/options.h"
 #include "k3/train/token_file.h"
+#include "k3/train/trainer.h"
 
 namespace k3::testing {
 
@@ -48,5 +51,35 @@ inline std::string tiny_text(int count = 40, uint64_t seed = 1) {
   }
   return text;
 }
+
+// Data, model and trainer of the miniature.
+struct SmallRun {
+  TemporaryFolder folder;
+  Tokenizer tokenizer = Tokenizer::bytes();
+  std::unique_ptr<TokenFile> file;
+  Split split;
+  std::unique_ptr<Model> model;
+  std::unique_ptr<Trainer> trainer;
+  TrainOptions options;
+
+  explicit SmallRun(const std::vector<std::string>& assignments = {}, const std::string& text = tiny_text(), Device device = Device::cpu,
+                    bool bf16 = false) {
+    put(folder / "config.json", tiny_config().dump());
+    put(folder / "text", text);
+    RunConfig run = load_run_config(folder / "config.json", assignments);
+    options = run.train;
+    write_token_file(folder / "tokens.bin", list_sources({folder / "text"}), "%", tokenizer);
+    file = std::make_unique<TokenFile>(folder / "tokens.bin");
+    split = split_documents(*file, options.held_out);
+    run.model.vocab_size = tokenizer.vocabulary();
+    run.model.finish();
+    model = std::make_unique<Model>(run.model, true);
+    model->bf16_products = bf16;
+    model->params().allocate(Device::cpu);
+    initialize(*model, 1);
+    model->params().move_to(device);
+    trainer = std::make_unique<Trainer>(*model, *file, split.train, tokenizer, options);
+  }
+};
 
 }  // namespace k3::testing

@@ -1,46 +1,18 @@
 // The step: how it is cut, on how many threads and with or without recompute changes nothing but rounding, or nothing at all.
 #include <cmath>
 #include <cstring>
-#include <memory>
 #include <numeric>
 
 #include "k3/core/threads.h"
-#include "k3/model/init.h"
 #include "k3/ops/loss/loss.h"
 #include "k3/train/eval.h"
 #include "k3/train/testing.h"
-#include "k3/train/trainer.h"
 
 namespace k3 {
 namespace {
 
-using testing::TemporaryFolder;
-
-// A run in memory: data, model and trainer.
-struct Rig {
-  TemporaryFolder folder;
-  Tokenizer tokenizer = Tokenizer::bytes();
-  std::unique_ptr<TokenFile> file;
-  Split split;
-  std::unique_ptr<Model> model;
-  std::unique_ptr<Trainer> trainer;
-  TrainOptions options;
-
-  explicit Rig(const std::vector<std::string>& assignments = {}) {
-    testing::put(folder / "config.json", testing::tiny_config().dump());
-    testing::put(folder / "text", testing::tiny_text());
-    RunConfig run = load_run_config(folder / "config.json", assignments);
-    options = run.train;
-    write_token_file(folder / "tokens.bin", list_sources({folder / "text"}), "%", tokenizer);
-    file = std::make_unique<TokenFile>(folder / "tokens.bin");
-    split = split_documents(*file, options.held_out);
-    run.model.vocab_size = tokenizer.vocabulary();
-    run.model.finish();
-    model = std::make_unique<Model>(run.model, true);
-    model->params().allocate(Device::cpu);
-    initialize(*model, 1);
-    trainer = std::make_unique<Trainer>(*model, *file, split.train, tokenizer, options);
-  }
+struct Rig : testing::SmallRun {
+  using SmallRun::SmallRun;
   std::vector<char> weights() const {
     std::vector<char> all;
     for (const Param& p : model->params().all()) {
