@@ -225,25 +225,37 @@ void mixture(Bench& b) {
 }
 
 void rows(Bench& b) {
-  const int64_t n = b.on_gpu() ? 4096 : 256, d = b.on_gpu() ? 1024 : 256;
-  if (b.wants("depth mix")) {
-    std::vector<Var> sources;
-    for (int i = 0; i < 3; ++i) sources.push_back(b.input({n, d}));
-    Param &w = b.weight({d}, 0.1, 1), &query = b.weight({d});
-    b.both("depth mix", fmt::format("T {}, 3 sources, d {}", n, d), [&] { return depth_mix(sources, w, query, 1e-5f); });
-    sources.clear(), b.end();
-  }
-  if (b.wants("rms norm")) {
-    Var x = b.input({n, d});
-    Param& w = b.weight({d}, 0.1, 1);
-    b.both("rms norm", fmt::format("{} x {}", n, d), [&] { return rms_norm(x, w, 1e-5f); });
-    b.end();
-  }
-  if (b.wants("situ")) {
-    Var g = b.input({n, 2 * d}), u = b.input({n, 2 * d});
-    b.both("situ", fmt::format("{} x {}", n, 2 * d), [&] { return glu(g, u, {Activation::Kind::situ, 4, 25, 0}); });
-    b.end();
-  }
+  using Sources = std::array<int64_t, 3>;
+  if (b.wants("depth mix"))
+    for (auto [n, count, d] : b.on_gpu() ? std::vector<Sources>{{4096, 3, 1024}, {8192, 9, 7168}} : std::vector<Sources>{{256, 3, 256}}) {
+      std::vector<Var> sources;
+      for (int64_t i = 0; i < count; ++i) sources.push_back(b.input({n, d}));
+      Param &w = b.weight({d}, 0.1, 1), &query = b.weight({d});
+      b.both("depth mix", fmt::format("T {}, {} sources, d {}", n, count, d), [&] { return depth_mix(sources, w, query, 1e-5f); });
+      b.end();
+    }
+  using Rows = std::array<int64_t, 2>;
+  if (b.wants("rms norm"))
+    for (auto [n, d] : b.on_gpu() ? std::vector<Rows>{{4096, 1024}, {8192, 7168}} : std::vector<Rows>{{256, 256}}) {
+      Var x = b.input({n, d});
+      Param& w = b.weight({d}, 0.1, 1);
+      b.both("rms norm", fmt::format("{} x {}", n, d), [&] { return rms_norm(x, w, 1e-5f); });
+      b.end();
+    }
+  const auto wide = b.on_gpu() ? std::vector<Rows>{{4096, 2048}, {8192, 12288}} : std::vector<Rows>{{256, 512}};
+  if (b.wants("situ"))
+    for (auto [n, d] : wide) {
+      Var g = b.input({n, d}), u = b.input({n, d});
+      b.both("situ", fmt::format("{} x {}", n, d), [&] { return glu(g, u, {Activation::Kind::situ, 4, 25, 0}); });
+      b.end();
+    }
+  if (b.wants("conv silu"))
+    for (auto [n, d] : wide) {
+      Var x = b.input({n, d});
+      Param& w = b.weight({d, 4}, 0.4);
+      b.both("conv silu", fmt::format("{} x {}", n, d), [&] { return conv_silu(x, w, Batch::one(n)); });
+      b.end();
+    }
 }
 
 void ends(Bench& b) {  // of the model and of the step
@@ -282,7 +294,8 @@ void ends(Bench& b) {  // of the model and of the step
   }
   if (b.wants("newton-schulz")) {
     using Blocks = std::array<int64_t, 3>;
-    for (auto [blocks, r, c] : b.on_gpu() ? std::vector<Blocks>{{8, 128, 1024}, {1, 1024, 2048}} : std::vector<Blocks>{{4, 64, 256}}) {
+    for (auto [blocks, r, c] :
+         b.on_gpu() ? std::vector<Blocks>{{8, 128, 1024}, {96, 128, 7168}, {1, 1024, 2048}} : std::vector<Blocks>{{4, 64, 256}}) {
       Tensor x = b.random({blocks, r, c});
       b.whole("newton-schulz", fmt::format("{} x {} x {}", blocks, r, c), [&, &x = x] { newton_schulz(b.c, x); });
       b.end();

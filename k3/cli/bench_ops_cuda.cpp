@@ -1,22 +1,15 @@
 // The GPU kernels at K3's own shapes (7168 wide, 96 heads of 128, 896 experts): medians of replayed graphs, inputs random, gates of both kinds.
 #include "k3/cli/bench_ops.h"
 #include "k3/core/error.h"
-#include "k3/core/gpu.h"
 
 #ifdef K3_CUDA
-#include <cuda_runtime_api.h>
 #include <fmt/format.h>
 
-#include <algorithm>
 #include <cmath>
 
-#include "k3/core/arena.h"
-#include "k3/core/dtype.h"
+#include "k3/cli/bench_gpu.h"
 #include "k3/core/rates_cuda.h"
-#include "k3/core/rng.h"
-#include "k3/ops/activation/activation_cuda.h"
 #include "k3/ops/attention/attention_cuda.h"
-#include "k3/ops/conv/conv_cuda.h"
 #include "k3/ops/delta_rule/delta_rule_cuda.h"
 #include "k3/ops/depth_mix/depth_mix_cuda.h"
 #include "k3/ops/linear/blas_cuda.h"
@@ -24,7 +17,6 @@
 #include "k3/ops/moe/expert_product_cuda.h"
 #include "k3/ops/moe/experts_narrow_cuda.h"
 #include "k3/ops/moe/route_cuda.h"
-#include "k3/ops/norm/norm_cuda.h"
 #include "k3/ops/update/adamw_cuda.h"
 #include "k3/ops/update/newton_schulz_cuda.h"
 #endif
@@ -34,92 +26,6 @@ namespace k3 {
 #ifdef K3_CUDA
 
 namespace {
-
-void check_call(cudaError_t e) { K3_CHECK(e == cudaSuccess, "[bench] the GPU says {}", cudaGetErrorString(e)); }
-
-class Events {  // pairs around what is timed
- public:
-  Events() { check_call(cudaEventCreate(&a_)), check_call(cudaEventCreate(&b_)); }
-  ~Events() { cudaEventDestroy(a_), cudaEventDestroy(b_); }
-  Events(const Events&) = delete;
-  template <class F>
-  double seconds(cudaStream_t s, F f) {
-    check_call(cudaEventRecord(a_, s));
-    f();
-    check_call(cudaEventRecord(b_, s));
-    check_call(cudaEventSynchronize(b_));
-    float ms = 0;
-    check_call(cudaEventElapsedTime(&ms, a_, b_));
-    return ms * 1e-3;
-  }
-
- private:
-  cudaEvent_t a_, b_;
-};
-
-using Launch = std::function<const char*(int i, void* stream)>;  // may rotate over its inputs by i
-
-// Median microseconds of a launch: `inner` of them in a graph, replayed.
-double median_us(const Launch& f, int inner = 1, int samples = 30) {
-  cudaStream_t stream;
-  check_call(cudaStreamCreate(&stream));
-  gpu::synchronize();
-  gpu::check(f(0, stream));
-  check_call(cudaStreamSynchronize(stream));
-  cudaGraph_t graph;
-  cudaGraphExec_t exec;
-  check_call(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-  for (int i = 0; i < inner; ++i) gpu::check(f(i, stream));
-  check_call(cudaStreamEndCapture(stream, &graph));
-  check_call(cudaGraphInstantiate(&exec, graph, 0));
-  Events events;
-  std::vector<double> t;
-  for (int i = -3; i < samples; ++i) {
-    const double s = events.seconds(stream, [&] { check_call(cudaGraphLaunch(exec, stream)); });
-    if (i >= 0) t.push_back(1e6 * s / inner);
-  }
-  cudaGraphExecDestroy(exec), cudaGraphDestroy(graph), cudaStreamDestroy(stream);
-  std::sort(t.begin(), t.end());
-  return t[t.size() / 2];
-}
-
-// Device memory of one line, given back when it ends.
-class Room {
- public:
-  bf16* narrow(int64_t n, double deviation = 1, double mean = 0) {
-    return repeat<bf16>(n, DType::bf16, [&](double x) { return to_bf16(float(mean + deviation * x)); });
-  }
-  float* floats(int64_t n, double deviation = 1, double mean = 0) {
-    return repeat<float>(n, DType::f32, [&](double x) { return float(mean + deviation * x); });
-  }
-  int* integers(const std::vector<int>& v) { return upload(v, DType::i32); }
-  template <class T>
-  T* blank(int64_t n) {  // zeros
-    const Tensor t = arena_.lend_zeroed(DType::u8, {n * int64_t(sizeof(T))});
-    return static_cast<T*>(t.data());
-  }
-  template <class T>
-  T* upload(const std::vector<T>& v, DType type) {
-    const Tensor t = arena_.lend(type, {int64_t(v.size())});
-    write(t, v.data());
-    return static_cast<T*>(t.data());
-  }
-  void end() { arena_.rewind(0); }
-
- private:
-  template <class T, class F>
-  T* repeat(int64_t n, DType type, F value) {  // a block of normals, again and again
-    const Rng rng{++seed_, 4};
-    std::vector<T> some(size_t(std::min<int64_t>(n, 1 << 16)));
-    for (size_t i = 0; i < some.size(); ++i) some[i] = value(rng.normal(i));
-    T* all = static_cast<T*>(arena_.lend(type, {n}).data());
-    gpu::upload(all, some.data(), some.size() * sizeof(T));
-    for (int64_t have = int64_t(some.size()); have < n; have *= 2) gpu::copy(all + have, all, size_t(std::min(have, n - have)) * sizeof(T));
-    return all;
-  }
-  Arena arena_{size_t(100) << 30, Device::cuda};
-  uint64_t seed_ = 0;
-};
 
 struct Gates {
   const char* name;
@@ -476,7 +382,7 @@ void depth_mix(OpTable& t, Room& m) {
 }
 
 void others(OpTable& t, Room& m) {
-  constexpr int64_t T = 8192, d = 7168, W = 12288;
+  constexpr int64_t T = 8192, d = 7168;
   if (t.wants("newton-schulz")) {
     constexpr float kFive[5][3] = {{3.4445f, -4.7750f, 2.0315f},
                                    {3.4445f, -4.7750f, 2.0315f},
@@ -487,29 +393,6 @@ void others(OpTable& t, Room& m) {
     const cuda::NewtonSchulzArgs a{m.narrow(n),     96, int(d), 5, kFive, 1.01f, m.blank<float>(96 * 128 * 128), m.blank<bf16>(96 * 2 * 128 * 128),
                                    m.blank<bf16>(n)};
     t.add({"newton-schulz", "96 x 128 x 7168", median_us([&](int, void* st) { return newton_schulz(a, st); }, 1, 15), 6.0 * double(n), 88e9, true});
-    m.end();
-  }
-  if (t.wants("rms norm")) {
-    const bf16* x = m.narrow(T * d);
-    float* dw = m.blank<float>(d);
-    const cuda::RmsNormArgs a{
-        x, nullptr, nullptr, m.floats(d, 0, 1), 1e-5f, T, int(d), false, m.blank<bf16>(T * d), x, m.blank<bf16>(T * d), dw, m.blank<float>(264 * d)};
-    t.add({"rms norm forward", "8192 x 7168", median_us([&](int, void* st) { return rms_norm_forward(a, st); }), 4.0 * T * d, 0});
-    t.add({"rms norm backward", "8192 x 7168", median_us([&](int, void* st) { return rms_norm_backward(a, st); }), 6.0 * T * d, 0});
-    m.end();
-  }
-  if (t.wants("situ")) {
-    const bf16 *g = m.narrow(T * W), *u = m.narrow(T * W);
-    bf16* y = m.blank<bf16>(T * W);
-    const cuda::SituArgs a{g, u, T * W, 4, 25, false, y, y, m.blank<bf16>(T * W), m.blank<bf16>(T * W)};
-    t.add({"situ forward", "8192 x 12288", median_us([&](int, void* st) { return situ_forward(a, st); }), 6.0 * T * W, 0});
-    t.add({"situ backward", "8192 x 12288", median_us([&](int, void* st) { return situ_backward(a, st); }), 10.0 * T * W, 0});
-    m.end();
-  }
-  if (t.wants("conv")) {
-    const cuda::ConvSiluArgs a{m.narrow(T * W), m.floats(W * 4), m.integers({0, int(T)}), 1, T, int(W), nullptr,
-                               nullptr,         nullptr,         m.blank<bf16>(T * W)};
-    t.add({"conv silu forward", "8192 x 12288", median_us([&](int, void* st) { return conv_silu_forward(a, st); }), 4.0 * T * W, 0});
     m.end();
   }
   if (t.wants("route")) {
