@@ -13,7 +13,7 @@ __device__ __forceinline__ float at_least(float x, float limit) { return x < lim
 __device__ __forceinline__ float glu_value(const Activation& f, float g, float u) {
   const float b = f.beta, bu = f.linear_beta;
   if (f.kind == Activation::Kind::situ) return b * tanhf(g / b) * exact_sigmoid(g) * (bu > 0 ? bu * tanhf(u / bu) : u);
-  if (f.kind == Activation::Kind::clipped) return silu_of(at_most(g, f.limit)) * at_least(at_most(u, f.limit), -f.limit);
+  if (f.kind == Activation::Kind::clipped) g = at_most(g, f.limit), u = at_least(at_most(u, f.limit), -f.limit);
   return silu_of(g) * u;
 }
 

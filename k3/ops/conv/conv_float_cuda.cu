@@ -1,6 +1,7 @@
 // Bound by memory; neighbours' rows come from the cache. One chain over the taps, oldest first, as on the CPU. Backward: dy times SiLU's slope
 // once; the thread of a row of x gathers from the rows that read it, newest tap first, so dx has one owner. dw: a block sums kConvChunk rows, its eight warps every eighth of them; then the blocks in order.
 #include "k3/core/block.cuh"
+#include "k3/core/four.cuh"
 #include "k3/ops/conv/conv_float_cuda.h"
 
 namespace k3::cuda {
@@ -47,13 +48,13 @@ struct Taps4 {
 __device__ __forceinline__ Taps4 taps_of(const ConvArgs& a, int64_t c) {
   Taps4 w;
 #pragma unroll
-  for (int i = 0; i < 4; ++i) w.of[i] = *reinterpret_cast<const float4*>(a.w + (c + i) * 4);
+  for (int i = 0; i < 4; ++i) w.of[i] = load4(a.w + (c + i) * 4);
   return w;
 }
 __device__ __forceinline__ float4 source4(const ConvArgs& a, int32_t tap, int64_t c) {  // zeros where there are none
-  if (tap >= 0) return *reinterpret_cast<const float4*>(a.x + tap * a.channels + c);
-  if (tap <= cpu::kConvState) return *reinterpret_cast<const float4*>(a.state + int64_t(cpu::kConvState - tap) * a.channels + c);
-  return make_float4(0.f, 0.f, 0.f, 0.f);
+  if (tap >= 0) return load4(a.x + tap * a.channels + c);
+  if (tap <= cpu::kConvState) return load4(a.state + int64_t(cpu::kConvState - tap) * a.channels + c);
+  return zero4();
 }
 __device__ __forceinline__ float4 convolved4(const ConvArgs& a, const int4 tap, const Taps4& w, int64_t c) {
   const float4 x[4] = {source4(a, tap.x, c), source4(a, tap.y, c), source4(a, tap.z, c), source4(a, tap.w, c)};
@@ -73,14 +74,13 @@ __global__ void __launch_bounds__(kThreads) forward4_kernel(const __grid_constan
     const int64_t n = first + r;
     if (n >= a.rows) return;
     const int4 tap = *reinterpret_cast<const int4*>(a.taps + n * 4);
-    float4 y = make_float4(0.f, 0.f, 0.f, 0.f);
+    float4 y = zero4();
     if (tap.w != cpu::kConvPadding) {
       const float4 x = convolved4(a, tap, w, c);
       if constexpr (kSlopes) {
-        const float4 dy = *reinterpret_cast<const float4*>(a.dy + n * a.channels + c);
-        y = make_float4(slope(x.x, dy.x), slope(x.y, dy.y), slope(x.z, dy.z), slope(x.w, dy.w));
+        y = each4(slope, x, load4(a.dy + n * a.channels + c));
       } else {
-        y = make_float4(x.x * exact_sigmoid(x.x), x.y * exact_sigmoid(x.y), x.z * exact_sigmoid(x.z), x.w * exact_sigmoid(x.w));
+        y = each4([](float x) { return x * exact_sigmoid(x); }, x);
       }
     }
     *reinterpret_cast<float4*>((kSlopes ? slopes : a.y) + n * a.channels + c) = y;
@@ -99,9 +99,9 @@ __global__ void __launch_bounds__(kThreads) dx4_kernel(const __grid_constant__ C
     if (n >= a.rows) return;
     const int4 reader = *reinterpret_cast<const int4*>(readers + n * 4);
     float4* to = reinterpret_cast<float4*>(a.dx + n * a.channels + c);
-    auto read = [&](int32_t row) { return row >= 0 ? *reinterpret_cast<const float4*>(slopes + row * a.channels + c) : make_float4(0.f, 0.f, 0.f, 0.f); };
+    auto read = [&](int32_t row) { return row >= 0 ? load4(slopes + row * a.channels + c) : zero4(); };
     const float4 d[4] = {read(reader.x), read(reader.y), read(reader.z), read(reader.w)};
-    float4 dx = fresh ? make_float4(0.f, 0.f, 0.f, 0.f) : *to;
+    float4 dx = fresh ? zero4() : *to;
     auto sum = [&](const float4& k, float old, float p, float q, float r, float s) { return fmaf(k.x, p, fmaf(k.y, q, fmaf(k.z, r, fmaf(k.w, s, old)))); };
     dx.x = sum(w.of[0], dx.x, d[0].x, d[1].x, d[2].x, d[3].x), dx.y = sum(w.of[1], dx.y, d[0].y, d[1].y, d[2].y, d[3].y);
     dx.z = sum(w.of[2], dx.z, d[0].z, d[1].z, d[2].z, d[3].z), dx.w = sum(w.of[3], dx.w, d[0].w, d[1].w, d[2].w, d[3].w);
@@ -122,12 +122,10 @@ __global__ void __launch_bounds__(32 * kRowLanes) dw4_kernel(const __grid_consta
 #pragma unroll 2
     for (int64_t n = begin; n < end; ++n) {
       const int4 tap = *reinterpret_cast<const int4*>(a.taps + n * 4);
-      const float4 da = *reinterpret_cast<const float4*>(slopes + n * a.channels + c);  // zero in padding
+      const float4 da = load4(slopes + n * a.channels + c);  // zero in padding
       const float4 x[4] = {source4(a, tap.x, c), source4(a, tap.y, c), source4(a, tap.z, c), source4(a, tap.w, c)};
 #pragma unroll
-      for (int j = 0; j < 4; ++j)
-        sum[j].x = fmaf(da.x, x[j].x, sum[j].x), sum[j].y = fmaf(da.y, x[j].y, sum[j].y), sum[j].z = fmaf(da.z, x[j].z, sum[j].z),
-        sum[j].w = fmaf(da.w, x[j].w, sum[j].w);
+      for (int j = 0; j < 4; ++j) sum[j] = fma4(da, x[j], sum[j]);
     }
 #pragma unroll
   for (int j = 0; j < 4; ++j) part[warp][j][lane] = sum[j];
@@ -135,10 +133,7 @@ __global__ void __launch_bounds__(32 * kRowLanes) dw4_kernel(const __grid_consta
   if (warp >= 4 || c >= a.channels) return;  // warp: the tap
   float4 total = part[0][warp][lane];
 #pragma unroll
-  for (int l = 1; l < kRowLanes; ++l) {
-    const float4 x = part[l][warp][lane];
-    total.x += x.x, total.y += x.y, total.z += x.z, total.w += x.w;
-  }
+  for (int l = 1; l < kRowLanes; ++l) total = plus4(total, part[l][warp][lane]);
   float* to = partial + (int64_t(blockIdx.y) * a.channels + c) * 4 + warp;
   to[0] = total.x, to[4] = total.y, to[8] = total.z, to[12] = total.w;
 }

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "k3/core/block.cuh"
+#include "k3/core/four.cuh"
 #include "k3/core/tile.cuh"
 #include "k3/ops/depth_mix/depth_mix_float_cuda.h"
 
@@ -26,21 +27,17 @@ struct Row {
   float4 x[Q];
   __device__ __forceinline__ void load(const float* from, int quads) {
 #pragma unroll
-    for (int j = 0; j < Q; ++j) x[j] = j * 32 + int(threadIdx.x & 31) < quads ? reinterpret_cast<const float4*>(from)[j * 32 + (threadIdx.x & 31)] : make_float4(0, 0, 0, 0);
+    for (int j = 0; j < Q; ++j) x[j] = four_of(from, j * 32 + int(threadIdx.x & 31), quads);
   }
   __device__ __forceinline__ float dot(const Row& o) const {
     float sum = 0.f;
 #pragma unroll
-    for (int j = 0; j < Q; ++j)
-      sum = fmaf(x[j].x, o.x[j].x, sum), sum = fmaf(x[j].y, o.x[j].y, sum), sum = fmaf(x[j].z, o.x[j].z, sum), sum = fmaf(x[j].w, o.x[j].w, sum);
-#pragma unroll
-    for (int s = 16; s > 0; s >>= 1) sum += __shfl_xor_sync(~0u, sum, s);
-    return sum;
+    for (int j = 0; j < Q; ++j) sum = dot4(x[j], o.x[j], sum);
+    return warp_sum(sum);
   }
   __device__ __forceinline__ void add(float f, const Row& o) {
 #pragma unroll
-    for (int j = 0; j < Q; ++j)
-      x[j].x = fmaf(f, o.x[j].x, x[j].x), x[j].y = fmaf(f, o.x[j].y, x[j].y), x[j].z = fmaf(f, o.x[j].z, x[j].z), x[j].w = fmaf(f, o.x[j].w, x[j].w);
+    for (int j = 0; j < Q; ++j) x[j] = fma4(f, o.x[j], x[j]);
   }
   __device__ __forceinline__ void store(float* to, int quads) const {
 #pragma unroll
@@ -54,7 +51,7 @@ __device__ __forceinline__ void load_u(Row<Q>& u, const DepthMixArgs& a, int qua
   Row<Q> q;
   u.load(a.w, quads), q.load(a.query, quads);
 #pragma unroll
-  for (int j = 0; j < Q; ++j) u.x[j].x *= q.x[j].x, u.x[j].y *= q.x[j].y, u.x[j].z *= q.x[j].z, u.x[j].w *= q.x[j].w;
+  for (int j = 0; j < Q; ++j) u.x[j] = times4(u.x[j], q.x[j]);
 }
 
 template <int Q>
@@ -77,7 +74,7 @@ __global__ void __launch_bounds__(256) rows_forward_kernel(const DepthMixArgs a,
   for (int i = 0; i < kFew; ++i)
     if (i < n) total += expf(score[i] - top);
 #pragma unroll
-  for (int j = 0; j < Q; ++j) u.x[j] = make_float4(0, 0, 0, 0);
+  for (int j = 0; j < Q; ++j) u.x[j] = zero4();
 #pragma unroll
   for (int i = 0; i < kFew; ++i) {
     if (i >= n) break;
@@ -98,7 +95,7 @@ __global__ void __launch_bounds__(256, 2) rows_backward_kernel(const DepthMixArg
   const int64_t first = int64_t(blockIdx.x) * kBackRows, end = min(a.rows, first + kBackRows);
   Row<Q> du;
 #pragma unroll
-  for (int j = 0; j < Q; ++j) du.x[j] = make_float4(0, 0, 0, 0);
+  for (int j = 0; j < Q; ++j) du.x[j] = zero4();
   for (int64_t t = first + warp; t < end; t += 8) {
     Row<Q> dh, v;
     dh.load(a.dh + t * a.d, quads);
@@ -123,10 +120,9 @@ __global__ void __launch_bounds__(256, 2) rows_backward_kernel(const DepthMixArg
         const int c = j * 32 + lane;
         if (c >= quads) continue;
         const float4 w = reinterpret_cast<const float4*>(a.w)[c], q = reinterpret_cast<const float4*>(a.query)[c];
-        float4 y = g.fresh[i] ? make_float4(0, 0, 0, 0) : reinterpret_cast<const float4*>(dv)[c];
-        y.x += fmaf(weight, dh.x[j].x, fmaf(dr, w.x * q.x, back * v.x[j].x)), y.y += fmaf(weight, dh.x[j].y, fmaf(dr, w.y * q.y, back * v.x[j].y));
-        y.z += fmaf(weight, dh.x[j].z, fmaf(dr, w.z * q.z, back * v.x[j].z)), y.w += fmaf(weight, dh.x[j].w, fmaf(dr, w.w * q.w, back * v.x[j].w));
-        reinterpret_cast<float4*>(dv)[c] = y;
+        const float4 old = g.fresh[i] ? zero4() : reinterpret_cast<const float4*>(dv)[c];
+        reinterpret_cast<float4*>(dv)[c] = each4(
+            [&](float old, float w, float q, float dh, float v) { return old + fmaf(weight, dh, fmaf(dr, w * q, back * v)); }, old, w, q, dh.x[j], v.x[j]);
       }
     }
   }
@@ -159,19 +155,14 @@ __device__ __forceinline__ void block_sums32(const float (&x)[2 * kMany], float 
   }
   __syncthreads();
 }
-__device__ __forceinline__ float dot4(const float4& x, const float4& y, float sum) { return fmaf(x.w, y.w, fmaf(x.z, y.z, fmaf(x.y, y.y, fmaf(x.x, y.x, sum)))); }
 // A thread's share of a row; zeros behind its end.
 struct Share {
   float4 x[kWideQuads];
   __device__ __forceinline__ void load(const float* row, int quads) {
 #pragma unroll
-    for (int j = 0; j < kWideQuads; ++j) {
-      const int c = j * kThreads + int(threadIdx.x);
-      x[j] = c < quads ? reinterpret_cast<const float4*>(row)[c] : make_float4(0, 0, 0, 0);
-    }
+    for (int j = 0; j < kWideQuads; ++j) x[j] = four_of(row, j * kThreads + int(threadIdx.x), quads);
   }
 };
-__device__ __forceinline__ float4 times4(const float4& x, const float4& y) { return make_float4(x.x * y.x, x.y * y.y, x.z * y.z, x.w * y.w); }
 
 __global__ void __launch_bounds__(kThreads) wide_forward_kernel(const DepthMixArgs a, const Sources s) {
   __shared__ float warps[kThreads / 32][2 * kMany], all[2 * kMany];
@@ -209,15 +200,13 @@ __global__ void __launch_bounds__(kThreads) wide_forward_kernel(const DepthMixAr
       if (threadIdx.x == 0) a.a[t * n + i] = weight[i];
     }
 #pragma unroll
-    for (int j = 0; j < kWideQuads; ++j) u.x[j] = make_float4(0, 0, 0, 0);  // now the mix
+    for (int j = 0; j < kWideQuads; ++j) u.x[j] = zero4();  // now the mix
 #pragma unroll
     for (int i = 0; i < kMany; ++i) {
       if (i >= n) break;
       v.load(s.v[i] + t * a.d, quads);
 #pragma unroll
-      for (int j = 0; j < kWideQuads; ++j)
-        u.x[j] = make_float4(fmaf(weight[i], v.x[j].x, u.x[j].x), fmaf(weight[i], v.x[j].y, u.x[j].y), fmaf(weight[i], v.x[j].z, u.x[j].z),
-                             fmaf(weight[i], v.x[j].w, u.x[j].w));
+      for (int j = 0; j < kWideQuads; ++j) u.x[j] = fma4(weight[i], v.x[j], u.x[j]);
     }
 #pragma unroll
     for (int j = 0; j < kWideQuads; ++j)
@@ -255,13 +244,11 @@ __global__ void __launch_bounds__(kThreads, 2) wide_backward_kernel(const DepthM
       for (int j = 0; j < kWideQuads; ++j) {
         const int c = j * kThreads + int(threadIdx.x);
         if (c >= quads) continue;
-        const float4 u = times4(reinterpret_cast<const float4*>(a.w)[c], reinterpret_cast<const float4*>(a.query)[c]), x = dh.x[j], z = v.x[j];
+        const float4 u = times4(reinterpret_cast<const float4*>(a.w)[c], reinterpret_cast<const float4*>(a.query)[c]);
         float4* to = reinterpret_cast<float4*>(g.dv[i] + t * a.d) + c;
-        float4 y = g.fresh[i] ? make_float4(0, 0, 0, 0) : *to;
-        y.x += fmaf(weight, x.x, fmaf(dr, u.x, back * z.x)), y.y += fmaf(weight, x.y, fmaf(dr, u.y, back * z.y));
-        y.z += fmaf(weight, x.z, fmaf(dr, u.z, back * z.z)), y.w += fmaf(weight, x.w, fmaf(dr, u.w, back * z.w));
-        *to = y;
-        du[j].x = fmaf(dr, z.x, du[j].x), du[j].y = fmaf(dr, z.y, du[j].y), du[j].z = fmaf(dr, z.z, du[j].z), du[j].w = fmaf(dr, z.w, du[j].w);
+        const float4 old = g.fresh[i] ? zero4() : *to;
+        *to = each4([&](float old, float u, float dh, float v) { return old + fmaf(weight, dh, fmaf(dr, u, back * v)); }, old, u, dh.x[j], v.x[j]);
+        du[j] = fma4(dr, v.x[j], du[j]);
       }
     }
     __syncthreads();

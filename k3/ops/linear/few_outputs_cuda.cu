@@ -8,13 +8,20 @@ namespace {
 
 constexpr int kThreads = 128, kMost = int(kFewOutputs), kRows = int(kFewRows);
 
+// dy (rows, N) of this block's rows; zeros behind the outputs and the rows; how many rows there are
+template <int N>
+__device__ __forceinline__ int gather(const FewOutputs& a, int64_t r0, float (&dy)[kRows][N]) {
+  const int rows = int(min(int64_t(kRows), a.rows - r0)), out = int(a.out);
+  for (int i = threadIdx.x; i < kRows * N; i += kThreads) dy[i / N][i % N] = i / N < rows && i % N < out ? a.dy[(r0 + i / N) * a.out + i % N] : 0.f;
+  __syncthreads();
+  return rows;
+}
+
 template <int N>  // at least the outputs
 __global__ void __launch_bounds__(kThreads) dx_kernel(const FewOutputs a, bool accumulate) {
   __shared__ float dy[kRows][N];
   const int64_t r0 = int64_t(blockIdx.x) * kRows, c = int64_t(blockIdx.y) * kThreads + threadIdx.x;
-  const int rows = int(min(int64_t(kRows), a.rows - r0)), out = int(a.out);
-  for (int i = threadIdx.x; i < kRows * N; i += kThreads) dy[i / N][i % N] = i / N < rows && i % N < out ? a.dy[(r0 + i / N) * a.out + i % N] : 0.f;
-  __syncthreads();
+  const int rows = gather(a, r0, dy), out = int(a.out);
   if (c >= a.in) return;
   float w[N];
 #pragma unroll
@@ -33,9 +40,7 @@ template <int N>
 __global__ void __launch_bounds__(kThreads) dw_kernel(const FewOutputs a) {
   __shared__ float dy[kRows][N];
   const int64_t r0 = int64_t(blockIdx.x) * kRows, c = int64_t(blockIdx.y) * kThreads + threadIdx.x;
-  const int rows = int(min(int64_t(kRows), a.rows - r0)), out = int(a.out);
-  for (int i = threadIdx.x; i < kRows * N; i += kThreads) dy[i / N][i % N] = i / N < rows && i % N < out ? a.dy[(r0 + i / N) * a.out + i % N] : 0.f;
-  __syncthreads();
+  const int rows = gather(a, r0, dy), out = int(a.out);
   if (c >= a.in) return;
   float sum[N] = {};
 #pragma unroll 8

@@ -1,6 +1,7 @@
 // Split: routing: a warp a row, its choices in shared memory, k + 1 rounds of a maximum over (monotone bits of the value, lowest expert). Order: a
 // warp takes 256 pairs in order and counts them by expert; running sums over warps and experts; the same walk again places each pair, so the order is
 // stable. Moves: a warp a row, bound by bytes. Products: products_cuda.h, from a list that one block makes of the offsets.
+#include "k3/core/order.cuh"
 #include "k3/core/tile.cuh"
 #include "k3/ops/moe/moe_float_cuda.h"
 
@@ -16,15 +17,7 @@ const char* result() {
   return e == cudaSuccess ? nullptr : cudaGetErrorString(e);
 }
 
-// Larger is better; 0 is nothing. A NaN counts as -infinity: never preferred, but a valid choice. -0 equals 0.
-__device__ __forceinline__ uint32_t key_of(float x) {
-  if (x != x) x = -INFINITY;
-  const uint32_t bits = __float_as_uint(x + 0.f);
-  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-}
-__device__ __forceinline__ float value_of(uint32_t key) { return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key); }
-
-// The best of n keys, of equals the first; the warp agrees. Its key is cleared.
+// The best of n keys, of equals the first; the warp agrees. Its key becomes 0, which is nothing.
 __device__ __forceinline__ int take_best(uint32_t* keys, int n, uint32_t& top) {
   const int lane = threadIdx.x & 31;
   uint32_t best = 0;
@@ -61,7 +54,7 @@ __global__ void __launch_bounds__(32) route_kernel(const RouteArgs a) {
   } else {
     for (int j = lane; j < E; j += 32) s[j] = 1.f / (1.f + expf(-logits[j]));
   }
-  for (int j = lane; j < E; j += 32) keys[j] = key_of(s[j] + a.bias[j]);
+  for (int j = lane; j < E; j += 32) keys[j] = choice_key(s[j] + a.bias[j]);
   __syncwarp();
   if (a.top_groups < a.groups) {
     const int size = int(a.experts / a.groups), G = int(a.groups);
@@ -73,7 +66,7 @@ __global__ void __launch_bounds__(32) route_kernel(const RouteArgs a) {
         if (v > first) second = first, first = v;
         else if (v > second) second = v;
       }
-      groups[g] = key_of(size > 1 ? first + second : first);
+      groups[g] = choice_key(size > 1 ? first + second : first);
     }
     __syncwarp();
     uint32_t top;

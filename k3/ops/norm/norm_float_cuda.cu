@@ -1,6 +1,7 @@
 // Bound by memory. A row's sums are made by a warp (narrow rows) or a block, in an order that its width alone decides. dw: the rows of a
 // block of kNormBlock are walked in order by the threads that own columns, and then the blocks' sums are added in order.
 #include "k3/core/block.cuh"
+#include "k3/core/four.cuh"
 #include "k3/core/tile.cuh"
 #include "k3/ops/norm/norm_float_cuda.h"
 
@@ -50,21 +51,19 @@ __global__ void __launch_bounds__(256) rows_forward_kernel(const cpu::NormArgs a
   const int64_t n = int64_t(blockIdx.x) * 8 + (threadIdx.x >> 5);
   if (n >= a.rows) return;
   const int lane = threadIdx.x & 31, quads = int(a.d / 4);
-  const float4* x = reinterpret_cast<const float4*>(a.x + n * a.d);
   float4 v[Q];
   float square = 0.f;
 #pragma unroll
-  for (int j = 0; j < Q; ++j) v[j] = j * 32 + lane < quads ? x[j * 32 + lane] : make_float4(0, 0, 0, 0);
+  for (int j = 0; j < Q; ++j) v[j] = four_of(a.x + n * a.d, j * 32 + lane, quads);
 #pragma unroll
-  for (int j = 0; j < Q; ++j)
-    square = fmaf(v[j].x, v[j].x, square), square = fmaf(v[j].y, v[j].y, square), square = fmaf(v[j].z, v[j].z, square), square = fmaf(v[j].w, v[j].w, square);
+  for (int j = 0; j < Q; ++j) square = dot4(v[j], v[j], square);
   const float r = 1.f / sqrtf(row_sum<32>(square, nullptr) / float(a.d) + a.eps);
   if (a.r && lane == 0) a.r[n] = r;
 #pragma unroll
   for (int j = 0; j < Q; ++j) {
     const int i = j * 32 + lane;
     if (i >= quads) continue;
-    const float4 w = reinterpret_cast<const float4*>(a.w)[i], y = make_float4(v[j].x * r * w.x, v[j].y * r * w.y, v[j].z * r * w.z, v[j].w * r * w.w);
+    const float4 y = each4([r](float v, float w) { return v * r * w; }, v[j], reinterpret_cast<const float4*>(a.w)[i]);
     reinterpret_cast<float4*>(a.y + n * a.d)[i] = y;
     if (narrow) reinterpret_cast<uint2*>(narrow + n * a.d)[i] = make_uint2(pack(y.x, y.y), pack(y.z, y.w));
   }
@@ -97,8 +96,33 @@ __global__ void __launch_bounds__(256) backward_kernel(const cpu::NormArgs a, bo
   }
 }
 
-// RMS rows of up to 128 Q channels, a multiple of 4: a warp has a row, all of it in registers, and the columns' sums for dw of the rows that it walks.
-// A block walks kNormPart rows; its warps' sums are added in order.
+// RMS rows of up to 4 Q kThreads channels, a multiple of 4: kThreads threads have a row, all of it in registers, and their columns' sums for dw of the
+// rows that they walk. t: which of them; gain(j): its j-th four of the gain.
+template <int Q, int kThreads, class Gain>
+__device__ __forceinline__ void backward_row(const cpu::NormArgs& a, int64_t n, int t, bool fresh, Gain gain, float4 (&dw)[Q], float* part) {
+  const int quads = int(a.d / 4);
+  float4 h[Q], g[Q];
+#pragma unroll
+  for (int j = 0; j < Q; ++j) h[j] = four_of(a.x + n * a.d, j * kThreads + t, quads), g[j] = four_of(a.dy + n * a.d, j * kThreads + t, quads);
+  const float r = a.r[n];
+  float sum = 0.f;
+#pragma unroll
+  for (int j = 0; j < Q; ++j) {
+    h[j] = times4(r, h[j]), dw[j] = fma4(g[j], h[j], dw[j]), g[j] = times4(g[j], gain(j));
+    sum = dot4(g[j], h[j], sum);
+  }
+  const float mean = row_sum<kThreads>(sum, part) / float(a.d);
+  float4* dx = reinterpret_cast<float4*>(a.dx + n * a.d);
+#pragma unroll
+  for (int j = 0; j < Q; ++j) {
+    const int i = j * kThreads + t;
+    if (i >= quads) continue;
+    const float4 y = each4([&](float g, float h) { return r * (g - h * mean); }, g[j], h[j]);
+    dx[i] = fresh ? y : plus4(y, dx[i]);
+  }
+}
+
+// A warp a row, the gain in registers. A block walks kNormPart rows; its warps' sums are added in order.
 template <int Q>
 __global__ void __launch_bounds__(256) rows_backward_kernel(const cpu::NormArgs a, bool fresh) {
   extern __shared__ float4 sums[];  // (8, d / 4)
@@ -106,39 +130,8 @@ __global__ void __launch_bounds__(256) rows_backward_kernel(const cpu::NormArgs 
   const int64_t first = int64_t(blockIdx.x) * kNormPart, end = min(a.rows, first + kNormPart);
   float4 gain[Q], dw[Q] = {};
 #pragma unroll
-  for (int j = 0; j < Q; ++j) gain[j] = j * 32 + lane < quads ? reinterpret_cast<const float4*>(a.w)[j * 32 + lane] : make_float4(0, 0, 0, 0);
-  for (int64_t n = first + warp; n < end; n += 8) {
-    const float4 *x = reinterpret_cast<const float4*>(a.x + n * a.d), *dy = reinterpret_cast<const float4*>(a.dy + n * a.d);
-    float4* dx = reinterpret_cast<float4*>(a.dx + n * a.d);
-    float4 h[Q], g[Q];
-#pragma unroll
-    for (int j = 0; j < Q; ++j) {
-      const int i = j * 32 + lane;
-      h[j] = i < quads ? x[i] : make_float4(0, 0, 0, 0), g[j] = i < quads ? dy[i] : make_float4(0, 0, 0, 0);
-    }
-    const float r = a.r[n];
-    float sum = 0.f;
-#pragma unroll
-    for (int j = 0; j < Q; ++j) {
-      h[j].x *= r, h[j].y *= r, h[j].z *= r, h[j].w *= r;
-      dw[j].x = fmaf(g[j].x, h[j].x, dw[j].x), dw[j].y = fmaf(g[j].y, h[j].y, dw[j].y), dw[j].z = fmaf(g[j].z, h[j].z, dw[j].z),
-      dw[j].w = fmaf(g[j].w, h[j].w, dw[j].w);
-      g[j].x *= gain[j].x, g[j].y *= gain[j].y, g[j].z *= gain[j].z, g[j].w *= gain[j].w;
-      sum = fmaf(g[j].x, h[j].x, sum), sum = fmaf(g[j].y, h[j].y, sum), sum = fmaf(g[j].z, h[j].z, sum), sum = fmaf(g[j].w, h[j].w, sum);
-    }
-    const float mean = row_sum<32>(sum, nullptr) / float(a.d);
-#pragma unroll
-    for (int j = 0; j < Q; ++j) {
-      const int i = j * 32 + lane;
-      if (i >= quads) continue;
-      float4 y = make_float4(r * (g[j].x - h[j].x * mean), r * (g[j].y - h[j].y * mean), r * (g[j].z - h[j].z * mean), r * (g[j].w - h[j].w * mean));
-      if (!fresh) {
-        const float4 old = dx[i];
-        y.x += old.x, y.y += old.y, y.z += old.z, y.w += old.w;
-      }
-      dx[i] = y;
-    }
-  }
+  for (int j = 0; j < Q; ++j) gain[j] = four_of(a.w, j * 32 + lane, quads);
+  for (int64_t n = first + warp; n < end; n += 8) backward_row<Q, 32>(a, n, lane, fresh, [&](int j) { return gain[j]; }, dw, nullptr);
   if (!a.dw) return;
 #pragma unroll
   for (int j = 0; j < Q; ++j)
@@ -152,46 +145,14 @@ __global__ void __launch_bounds__(256) rows_backward_kernel(const cpu::NormArgs 
   }
 }
 
-// The same for wide rows of up to 1024 Q channels: a block has a row at a time, kNormPart one after another.
+// A block a row, kNormPart one after another.
 template <int Q>
 __global__ void __launch_bounds__(256, 2) wide_backward_kernel(const cpu::NormArgs a, bool fresh) {
   __shared__ float part[33];
   const int t = threadIdx.x, quads = int(a.d / 4);
   const int64_t first = int64_t(blockIdx.x) * kNormPart, end = min(a.rows, first + kNormPart);
   float4 dw[Q] = {};
-  for (int64_t n = first; n < end; ++n) {
-    const float4 *x = reinterpret_cast<const float4*>(a.x + n * a.d), *dy = reinterpret_cast<const float4*>(a.dy + n * a.d);
-    float4* dx = reinterpret_cast<float4*>(a.dx + n * a.d);
-    float4 h[Q], g[Q];
-#pragma unroll
-    for (int j = 0; j < Q; ++j) {
-      const int i = j * 256 + t;
-      h[j] = i < quads ? x[i] : make_float4(0, 0, 0, 0), g[j] = i < quads ? dy[i] : make_float4(0, 0, 0, 0);
-    }
-    const float r = a.r[n];
-    float sum = 0.f;
-#pragma unroll
-    for (int j = 0; j < Q; ++j) {
-      const float4 w = j * 256 + t < quads ? reinterpret_cast<const float4*>(a.w)[j * 256 + t] : make_float4(0, 0, 0, 0);
-      h[j].x *= r, h[j].y *= r, h[j].z *= r, h[j].w *= r;
-      dw[j].x = fmaf(g[j].x, h[j].x, dw[j].x), dw[j].y = fmaf(g[j].y, h[j].y, dw[j].y), dw[j].z = fmaf(g[j].z, h[j].z, dw[j].z),
-      dw[j].w = fmaf(g[j].w, h[j].w, dw[j].w);
-      g[j].x *= w.x, g[j].y *= w.y, g[j].z *= w.z, g[j].w *= w.w;
-      sum = fmaf(g[j].x, h[j].x, sum), sum = fmaf(g[j].y, h[j].y, sum), sum = fmaf(g[j].z, h[j].z, sum), sum = fmaf(g[j].w, h[j].w, sum);
-    }
-    const float mean = block_sum_f32(sum, part) / float(a.d);
-#pragma unroll
-    for (int j = 0; j < Q; ++j) {
-      const int i = j * 256 + t;
-      if (i >= quads) continue;
-      float4 y = make_float4(r * (g[j].x - h[j].x * mean), r * (g[j].y - h[j].y * mean), r * (g[j].z - h[j].z * mean), r * (g[j].w - h[j].w * mean));
-      if (!fresh) {
-        const float4 old = dx[i];
-        y.x += old.x, y.y += old.y, y.z += old.z, y.w += old.w;
-      }
-      dx[i] = y;
-    }
-  }
+  for (int64_t n = first; n < end; ++n) backward_row<Q, 256>(a, n, t, fresh, [&](int j) { return four_of(a.w, j * 256 + t, quads); }, dw, part);
   if (!a.dw) return;
 #pragma unroll
   for (int j = 0; j < Q; ++j)

@@ -8,6 +8,7 @@
 #include <cooperative_groups.h>
 
 #include "k3/core/block.cuh"
+#include "k3/core/order.cuh"
 #include "k3/core/rng.h"
 #include "k3/ops/sample/sample_cuda.h"
 
@@ -19,13 +20,7 @@ namespace cg = cooperative_groups;
 constexpr int kBlocks = 8, kThreads = 1024;
 constexpr uint32_t kMasked = 0, kBroken = 0xffffffffu;
 
-// Larger is better; -0 equals 0. Never 0 for a number above minus infinity.
-__device__ __forceinline__ uint32_t key_of(float x) {
-  if (x == -INFINITY) return kMasked;
-  const uint32_t bits = __float_as_uint(x + 0.f);
-  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-}
-__device__ __forceinline__ float value_of(uint32_t key) { return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key); }
+__device__ __forceinline__ uint32_t logit_key(float x) { return x != x || x == INFINITY ? kBroken : x == -INFINITY ? kMasked : key_of(x); }
 
 struct Shared {
   double warps[3][32];
@@ -171,7 +166,7 @@ __global__ void __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(kThreads) samp
   unsigned long long best = 0;  // larger is better: what is no number, the value, then the lower id
 #pragma unroll
   for (int i = 0; i < EACH; ++i) {
-    key[i] = x[i] != x[i] || x[i] == INFINITY ? kBroken : key_of(x[i]);
+    key[i] = logit_key(x[i]);
     if (key[i]) best = max(best, (unsigned long long)key[i] << 32 | (0xffffffffull - (first + i)));
   }
   best = row.largest(best);

@@ -1,6 +1,7 @@
 // Split: first launch: a block is 16 neurons of one (row, slot), and makes the row's choice for itself; second: 16 outputs of a row, all slots. Eight
 // warps take every eighth run of columns (32 of bfloat16, 128 of MXFP4); their sums are added in order.
 #include "k3/core/mxfp4.cuh"
+#include "k3/core/order.cuh"
 #include "k3/ops/step/experts_cuda.h"
 #include "k3/ops/step/step.cuh"
 
@@ -9,19 +10,13 @@ namespace {
 
 constexpr int kThreads = 256, kWarps = 8, kTile = 16, kMostSlots = 64;
 
-__device__ __forceinline__ uint32_t key_of(float x) {  // as moe_float_cuda.cu
-  if (x != x) x = -INFINITY;
-  const uint32_t bits = __float_as_uint(x + 0.f);
-  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-}
-
 // The choice of one row by one warp, of up to 32 experts: a lane an expert. The same rounds as choose() below.
 __device__ void choose_of_few(const StepExpertsArgs& a, int64_t row, int* chosen, float* weights) {
   const int lane = threadIdx.x & 31;
   const bool there = lane < a.experts;
   const float logit = there ? a.logits[row * a.experts + lane] : -INFINITY, bias = there ? a.bias[lane] : 0.f;
   const float score = 1.f / (1.f + expf(-logit));
-  uint32_t key = there ? key_of(score + bias) : 0;
+  uint32_t key = there ? choice_key(score + bias) : 0;
   float total = 0.f, mine = 0.f;
   int expert = 0;
   for (int i = 0; i < a.top_k; ++i) {
@@ -41,7 +36,7 @@ __device__ void choose(const StepExpertsArgs& a, int64_t row, uint32_t* keys, fl
   const int lane = threadIdx.x & 31, E = a.experts;
   const float* logits = a.logits + row * E;
   for (int j = lane; j < E; j += 32) scores[j] = 1.f / (1.f + expf(-logits[j]));
-  for (int j = lane; j < E; j += 32) keys[j] = key_of(scores[j] + a.bias[j]);
+  for (int j = lane; j < E; j += 32) keys[j] = choice_key(scores[j] + a.bias[j]);
   __syncwarp();
   float total = 0.f;
   for (int i = 0; i < a.top_k; ++i) {
@@ -157,7 +152,7 @@ __global__ void __launch_bounds__(kThreads) first_kernel(const __grid_constant__
   if (threadIdx.x < kTile && row0 + threadIdx.x < a.inner) {
     float x = 0.f, y = 0.f;
     for (int w = 0; w < kWarps; ++w) x += sums[0][w][threadIdx.x], y += sums[1][w][threadIdx.x];
-    a.h[pair * a.inner + row0 + threadIdx.x] = weights[slot] * gated_unit(a.activation, x, y);
+    a.h[pair * a.inner + row0 + threadIdx.x] = weights[slot] * glu_value(a.activation, x, y);
   }
   if (blockIdx.x == 0 && threadIdx.x == 0) a.chosen[pair] = e;
   // this block's share of the second matrix on its way from memory

@@ -92,8 +92,8 @@ __device__ void block_row(const StepInput& a, int64_t row, float* out, Parts& s)
 
 __device__ __forceinline__ float4 gated4(const StepInput& a, int64_t row, int c) {
   const float4 x = *reinterpret_cast<const float4*>(a.v[0] + row * a.stride + c), u = *reinterpret_cast<const float4*>(a.v[1] + row * a.stride + c);
-  return make_float4(gated_unit(a.activation, x.x, u.x), gated_unit(a.activation, x.y, u.y), gated_unit(a.activation, x.z, u.z),
-                     gated_unit(a.activation, x.w, u.w));
+  return make_float4(glu_value(a.activation, x.x, u.x), glu_value(a.activation, x.y, u.y), glu_value(a.activation, x.z, u.z),
+                     glu_value(a.activation, x.w, u.w));
 }
 
 // A row, normed (up to kWarpNorm columns) or not, by one warp: f(c, four values) for all columns.

@@ -2,7 +2,7 @@
 // What the kernels of a decode step share: launches that begin while the kernel in front still runs, and the products' innermost loop.
 #include "k3/core/block.cuh"
 #include "k3/core/tile.cuh"
-#include "k3/ops/activation/activation_kernels.h"
+#include "k3/ops/activation/glu.cuh"
 
 namespace k3::cuda {
 
@@ -20,19 +20,6 @@ const char* launch_step(void (*kernel)(Parameters...), dim3 grid, int threads, s
   cudaLaunchConfig_t config{grid, dim3(unsigned(threads)), shared, stream_of(stream), &chain, 1};
   const cudaError_t e = cudaLaunchKernelEx(&config, kernel, Parameters(a)...);
   return e == cudaSuccess ? nullptr : cudaGetErrorString(e);
-}
-
-__device__ __forceinline__ float gated_unit(const Activation& a, float g, float u) {  // as elementwise_cuda.cu
-  switch (a.kind) {
-    case Activation::Kind::situ:
-      return a.beta * tanhf(g / a.beta) * exact_sigmoid(g) * (a.linear_beta > 0 ? a.linear_beta * tanhf(u / a.linear_beta) : u);
-    case Activation::Kind::clipped:
-      g = g > a.limit ? a.limit : g, u = u > a.limit ? a.limit : u, u = u < -a.limit ? -a.limit : u;
-      break;
-    case Activation::Kind::swiglu:
-      break;
-  }
-  return g * exact_sigmoid(g) * u;
 }
 
 // A weight's rows are the left operand of the tensor units, 16 at a time, tokens the right one, 8 at a time. The units sum over 16 values of k in an
