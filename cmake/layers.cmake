@@ -118,6 +118,7 @@ function(k3_whole_tests)  # tests/x_test.cpp: facts that no single folder can pr
   endforeach()
   find_package(Python3 REQUIRED COMPONENTS Interpreter)
   add_test(NAME flags_have_an_effect COMMAND Python3::Interpreter ${CMAKE_SOURCE_DIR}/tools/check_flags.py $<TARGET_FILE:k3>)
+  add_test(NAME a_long_prompt_says_how_far_it_is COMMAND Python3::Interpreter ${CMAKE_SOURCE_DIR}/tools/check_progress.py $<TARGET_FILE:k3>)
   add_test(NAME the_table_of_choices_is_what_the_tests_are_called
            COMMAND Python3::Interpreter ${CMAKE_SOURCE_DIR}/tools/choices_table.py ${CMAKE_BINARY_DIR} --check ${CMAKE_SOURCE_DIR}/docs/choices.md)
   add_test(NAME the_facts_on_the_gpu_are_tests_that_exist

@@ -14,6 +14,7 @@
 #include "k3/core/file.h"
 #include "k3/core/isa.h"
 #include "k3/core/plain_read.h"
+#include "k3/core/progress.h"
 #include "k3/core/rng.h"
 #include "k3/core/threads.h"
 #include "k3/infer/session.h"

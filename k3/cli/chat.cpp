@@ -3,12 +3,14 @@
 #include <unistd.h>
 
 #include <atomic>
-#include <chrono>
+#include <functional>
 #include <iostream>
+#include <optional>
 
 #include "k3/cli/commands.h"
 #include "k3/cli/load_flags.h"
 #include "k3/cli/open.h"
+#include "k3/cli/status_line.h"
 #include "k3/core/error.h"
 #include "k3/core/nearest.h"
 #include "k3/infer/chat_session.h"
@@ -131,16 +133,17 @@ void run(ChatFlags& f) {
     fmt::print(stderr, "{} layers, {} format; /help lists the commands\n", config.num_hidden_layers,
                format == ChatFormat::xtml ? "K3" : "Kimi-Linear");
   Screen screen;
-  auto last = std::chrono::steady_clock::now();
+  std::optional<StatusLine> status;
+  std::function<void(uint64_t, uint64_t)> reading;
   auto on_delta = [&](const Reply& delta) { return screen.show(delta); };
   auto on_read = [&](int64_t done, int64_t total) {
-    if (done == total) f.parts.begin();
-    const auto now = std::chrono::steady_clock::now();
-    if (asks && done < total && now - last >= std::chrono::seconds(1)) fmt::print(stderr, "reading: {} of {} tokens\r", done, total), last = now;
+    reading(uint64_t(done), uint64_t(total));
+    if (done == total) status->clear(), f.parts.begin();
     return !stop_wanted;
   };
   auto answered = [&](auto ask) {
     stop_wanted = false, answering = true;
+    status.emplace(), reading = status->of("reading", Progress::tokens);
     const ChatTurn t = ask();
     answering = false;
     screen.end();

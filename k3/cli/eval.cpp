@@ -1,13 +1,13 @@
 #include <fmt/core.h>
 #include <unistd.h>
 
-#include <chrono>
 #include <filesystem>
 #include <optional>
 
 #include "k3/cli/commands.h"
 #include "k3/cli/load_flags.h"
 #include "k3/cli/open.h"
+#include "k3/cli/status_line.h"
 #include "k3/core/error.h"
 #include "k3/train/eval.h"
 #include "k3/train/run.h"
@@ -57,9 +57,6 @@ void run(const EvalFlags& f) {
   } else {
     for (int64_t d = 0; d < file.documents(); ++d) documents.push_back(d);
   }
-  const bool terminal = isatty(STDERR_FILENO);
-  const auto start = std::chrono::steady_clock::now();
-  auto last = start;
   EvalOptions options{.sequence_length = f.sequence_length ? f.sequence_length
                                          : training        ? training->options.sequence_length
                                                            : 2048,
@@ -71,15 +68,9 @@ void run(const EvalFlags& f) {
                       .loss = true,
                       .trust_scales = f.memory.trust_scales},
                      f.load);
-  Evaluation e = evaluate(opened.model(), file, documents, tokenizer, options, [&](int64_t done, int64_t of) {
-    auto now = std::chrono::steady_clock::now();
-    if (now - last < std::chrono::seconds(terminal ? 1 : 10)) return;
-    last = now;
-    double s = std::chrono::duration<double>(now - start).count();
-    fmt::print(stderr, "{}{} of {} tokens, {:.0f} tokens/s, {:.0f} s left{}", terminal ? "\r\033[K" : "", done, of, double(done) / s,
-               s * double(of - done) / double(done), terminal ? "" : "\n");
-  });
-  if (terminal) fmt::print(stderr, "\r\033[K");
+  StatusLine status;
+  const Evaluation e = evaluate(opened.model(), file, documents, tokenizer, options, status.of(folder, Progress::tokens));
+  status.clear();
   fmt::print("{} | loss {:.6f} nats a token | {:.6f} bits per byte | {} tokens for {} bytes in {} documents, pieces of at most {} tokens\n", folder,
              e.loss, e.bits_per_byte, e.tokens, e.bytes, documents.size(), options.sequence_length);
   opened.print_peak();

@@ -1,12 +1,11 @@
 #include "k3/model/fabricate.h"
 
 #include <fmt/core.h>
-#include <unistd.h>
 
-#include <chrono>
 #include <nlohmann/json.hpp>
 
 #include "k3/cli/commands.h"
+#include "k3/cli/status_line.h"
 #include "k3/core/file.h"
 #include "k3/tokenizer/tokenizer.h"
 
@@ -62,16 +61,11 @@ struct FabricateFlags {
 };
 
 void run(const FabricateFlags& f) {
-  using Clock = std::chrono::steady_clock;
-  const auto start = Clock::now();
-  auto last = start;
-  auto seconds = [&](Clock::time_point t) { return std::chrono::duration<double>(Clock::now() - t).count(); };
-  const bool terminal = isatty(STDERR_FILENO);
-  const Fabricated made = fabricate(f.config, f.out, f.options, [&](uint64_t done, uint64_t total) {
-    if (seconds(last) < (terminal ? 1 : 10)) return;
-    last = Clock::now();
-    fmt::print(stderr, "{}{:.1f} of {:.1f} GB{}", terminal ? "\r" : "", double(done) * 1e-9, double(total) * 1e-9, terminal ? "" : "\n");
-  });
+  const double start = seconds_now();
+  StatusLine status;
+  const Fabricated made = fabricate(f.config, f.out, f.options, status.of("writing", Progress::bytes));
+  status.clear();
+  const double seconds = seconds_now() - start;
   const Config c = Config::load(f.out);
   const int64_t ranks = c.vocab_size - Tokenizer::kSpecials;
   if (ranks >= 256) {
@@ -79,8 +73,7 @@ void run(const FabricateFlags& f) {
     if (!c.nested()) write_file(f.out + "/tokenizer_config.json", kimi_linear_specials(int32_t(ranks)));
   }
   fmt::print("{} tensors, {} bytes in {} shards{}, {:.1f} s ({:.2f} GB/s)\n", made.tensors, made.bytes, made.shards,
-             f.options.headers_only ? " (headers only)" : "", seconds(start),
-             f.options.headers_only ? 0.0 : double(made.bytes) * 1e-9 / seconds(start));
+             f.options.headers_only ? " (headers only)" : "", seconds, f.options.headers_only ? 0.0 : double(made.bytes) * 1e-9 / seconds);
   if (ranks < 256)
     fmt::print("no tokenizer: a vocabulary of {} has no room for 256 bytes and {} specials\n", c.vocab_size, int(Tokenizer::kSpecials));
 }

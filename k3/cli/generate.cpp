@@ -1,13 +1,12 @@
 #include <fmt/core.h>
-#include <unistd.h>
 
-#include <chrono>
 #include <iostream>
 #include <iterator>
 
 #include "k3/cli/commands.h"
 #include "k3/cli/load_flags.h"
 #include "k3/cli/open.h"
+#include "k3/cli/status_line.h"
 #include "k3/core/error.h"
 #include "k3/core/file.h"
 #include "k3/infer/generate.h"
@@ -50,7 +49,6 @@ void run(GenerateFlags& f) {
                       .deterministic = !f.fast,
                       .trust_scales = f.memory.trust_scales},
                      f.load);
-  bool terminal = isatty(STDERR_FILENO);
   auto rate = [](double n, double seconds) { return seconds > 0 ? n / seconds : 0.0; };
   for (int n = 0; n < f.samples; ++n) {
     SessionOptions how{.prefill_chunk = f.chunk, .deterministic = !f.fast};
@@ -59,7 +57,8 @@ void run(GenerateFlags& f) {
     if (f.samples > 1) fmt::print("{}--- {}\n", n ? "\n" : "", n + 1);
     fmt::print("{}", prompt);
     std::fflush(stdout);
-    auto last = std::chrono::steady_clock::now();
+    StatusLine status;
+    auto reading = status.of("reading the prompt", Progress::tokens);
     Generated g = generate(
         session, tokenizer, ids, f.options,
         [](const std::string& text) {
@@ -68,11 +67,8 @@ void run(GenerateFlags& f) {
           return true;
         },
         [&](int64_t done) {
-          if (done == int64_t(ids.size())) f.parts.begin();
-          auto now = std::chrono::steady_clock::now();
-          if (now - last < std::chrono::seconds(terminal ? 1 : 10)) return;
-          last = now;
-          fmt::print(stderr, "{}reading the prompt: {} of {} tokens{}", terminal ? "\r" : "", done, ids.size(), terminal ? "" : "\n");
+          reading(uint64_t(done), ids.size());
+          if (done == int64_t(ids.size())) status.clear(), f.parts.begin();
         });
     fmt::print("\n");
     fmt::print(stderr, "[{} prompt tokens in {:.2f} s ({:.1f} tokens/s), {} tokens at {:.2f} tokens/s{}, {}{}]\n", g.prompt_tokens, g.prefill_seconds,

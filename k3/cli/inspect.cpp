@@ -1,13 +1,12 @@
 #include <fmt/core.h>
-#include <unistd.h>
 
-#include <chrono>
 #include <filesystem>
 #include <nlohmann/json.hpp>
 
 #include "k3/cli/commands.h"
-#include "k3/core/isa.h"
+#include "k3/cli/status_line.h"
 #include "k3/core/error.h"
+#include "k3/core/isa.h"
 #include "k3/core/thousands.h"
 #include "k3/model/checkpoint.h"
 #include "k3/model/damage.h"
@@ -32,22 +31,18 @@ std::string pattern(const Config& c) {
 
 // Everything that can be known by reading all of it.
 void verify(const Snapshot& snapshot) {
-  const bool terminal = isatty(STDERR_FILENO);
-  const auto start = std::chrono::steady_clock::now();
-  auto last = start;
-  auto seconds = [&](auto since) { return std::chrono::duration<double>(std::chrono::steady_clock::now() - since).count(); };
-  const Damage damage = find_damage(snapshot, [&](uint64_t done, uint64_t total) {
-    if (seconds(last) < (terminal ? 1 : 10)) return;
-    last = std::chrono::steady_clock::now();
-    fmt::print(stderr, "{}reading: {:.1f} of {:.1f} GB{}", terminal ? "\r" : "", double(done) * 1e-9, double(total) * 1e-9, terminal ? "" : "\n");
-  });
+  const double start = seconds_now();
+  StatusLine status;
+  const Damage damage = find_damage(snapshot, status.of("reading", Progress::bytes));
+  status.clear();
+  const double seconds = seconds_now() - start;
   int faults = 0;
   for (const Damage::Finding& f : damage.findings) {
     fmt::print("{}              {}\n", f.fault ? "FAULT   " : "note    ", f.what);
     faults += f.fault;
   }
   fmt::print("read                  {} bytes in {:.1f} s ({:.2f} GB/s); {} files have the hash that is given for them\n",
-             thousands(int64_t(damage.bytes)), seconds(start), double(damage.bytes) * 1e-9 / seconds(start), damage.hashes);
+             thousands(int64_t(damage.bytes)), seconds, double(damage.bytes) * 1e-9 / seconds, damage.hashes);
   K3_CHECK(damage.good(), "[inspect] {} faults in {}; download what they name again", faults, snapshot.folder());
 }
 

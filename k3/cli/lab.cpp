@@ -1,11 +1,10 @@
 #include <fmt/core.h>
-#include <unistd.h>
 
 #include <atomic>
-#include <chrono>
 #include <csignal>
 
 #include "k3/cli/commands.h"
+#include "k3/cli/status_line.h"
 #include "k3/lab/runner.h"
 
 namespace k3 {
@@ -17,22 +16,9 @@ std::atomic<bool> g_stop{false};
 void run_lab(const lab::Request& request) {
   std::signal(SIGINT, [](int) { g_stop = true, std::signal(SIGINT, SIG_DFL); });  // the second one ends at once
   std::signal(SIGTERM, [](int) { g_stop = true; });
-  const bool terminal = isatty(STDERR_FILENO);
-  auto last = std::chrono::steady_clock::now();
-  lab::run(request, {.line =
-                         [&](const std::string& text) {
-                           if (terminal) fmt::print(stderr, "\r\033[K");
-                           fmt::print("{}\n", text);
-                           std::fflush(stdout);
-                         },
-                     .progress =
-                         [&](const std::string& text) {
-                           const auto now = std::chrono::steady_clock::now();
-                           if (now - last < std::chrono::seconds(terminal ? 1 : 10)) return;
-                           last = now;
-                           fmt::print(stderr, "{}{}{}", terminal ? "\r\033[K" : "", text, terminal ? "" : "\n");
-                           std::fflush(stderr);
-                         },
+  StatusLine status;
+  lab::run(request, {.line = [&](const std::string& text) { status.line(text); },
+                     .progress = [&](const std::string& text) { status.say([&] { return text; }); },
                      .stop = [] { return g_stop.load(); }});
 }
 

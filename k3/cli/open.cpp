@@ -1,11 +1,10 @@
 #include "k3/cli/open.h"
 
 #include <fmt/core.h>
-#include <unistd.h>
 
 #include <algorithm>
-#include <chrono>
 
+#include "k3/cli/status_line.h"
 #include "k3/core/error.h"
 #include "k3/model/loading.h"
 
@@ -19,28 +18,6 @@ void add_memory_flags(CLI::App* command, MemoryFlags& flags) {
 }
 
 namespace {
-
-// What goes on, to standard error: at most once a second on a terminal, each ten seconds elsewhere.
-class Progress {
- public:
-  explicit Progress(const char* what) : what_(what) {}
-  void operator()(uint64_t done, uint64_t total) {
-    const auto now = Clock::now();
-    if (now - last_ < std::chrono::seconds(terminal_ ? 1 : 10) && !(shown_ && done == total)) return;
-    last_ = now, shown_ = true;
-    const double rate = double(done) / std::chrono::duration<double>(now - start_).count();
-    fmt::print(stderr, "{}{}: {:.0f} % of {}, {:.2f} GB/s, {:.0f} s left{}", terminal_ ? "\r\033[K" : "", what_, 100.0 * double(done) / double(total),
-               size_text(double(total)), rate * 1e-9, double(total - done) / rate, terminal_ && done < total ? "" : "\n");
-  }
-
- private:
-  using Clock = std::chrono::steady_clock;
-  const char* what_;
-  const bool terminal_ = isatty(STDERR_FILENO);
-  const Clock::time_point start_ = Clock::now();
-  Clock::time_point last_ = start_;
-  bool shown_ = false;
-};
 
 // The request that was chosen is not the first: what it is, and why.
 std::string choice_text(const Model& model, const MemoryRequest& first, const MemoryRequest& chosen) {
@@ -87,7 +64,8 @@ OpenedModel::OpenedModel(const std::string& folder, Config config, std::vector<M
   }
   if (chosen > 0) fmt::print(stderr, "{}", choice_text(model_, wishes[0], request_));
   if (!plan_.fits() || plan_.total() > (uint64_t(1) << 30) || request_.budget != "auto") fmt::print(stderr, "{}", plan_.text());
-  if (cache_ && !request_.trust_scales) cache_->check_scales(Progress("checking the scales of experts"));
+  StatusLine status;
+  if (cache_ && !request_.trust_scales) cache_->check_scales(status.of("checking the scales of experts", Progress::bytes));
   load(model_, snapshot_, options);
   std::vector<Tensor> mapped;
   size_t next = 0;
@@ -97,7 +75,7 @@ OpenedModel::OpenedModel(const std::string& folder, Config config, std::vector<M
     if (at.value && p.value.has_data() && snapshot_.view(*at.value).data() == p.value.data()) mapped.push_back(p.value);
     if (at.scale && p.scale.has_data() && snapshot_.view(*at.scale).data() == p.scale.data()) mapped.push_back(p.scale);
   }
-  read_in(mapped, Progress("loading"));
+  read_in(mapped, status.of("loading", Progress::bytes));
   check_all_scales(model_, snapshot_, found);
 }
 

@@ -1,11 +1,10 @@
 #include <fmt/core.h>
-#include <unistd.h>
 
 #include <atomic>
-#include <chrono>
 #include <csignal>
 
 #include "k3/cli/commands.h"
+#include "k3/cli/status_line.h"
 #include "k3/train/run.h"
 
 namespace k3 {
@@ -14,43 +13,12 @@ namespace {
 
 std::atomic<bool> g_asked_to_stop{false};
 
-// Lines on standard output; in between, progress on standard error: each second in place on a terminal, each ten seconds as a line elsewhere.
-class Screen {
- public:
-  void line(const std::string& text) {
-    clear();
-    fmt::print("{}\n", text);
-    std::fflush(stdout);
-    last_ = Clock::now();
-  }
-  void progress(const std::string& text) {
-    const auto now = Clock::now();
-    if (now - last_ < std::chrono::seconds(terminal_ ? 1 : 10)) return;
-    last_ = now;
-    if (terminal_)
-      fmt::print(stderr, "\r\033[K{}", text), shown_ = true;
-    else
-      fmt::print(stderr, "{}\n", text);
-    std::fflush(stderr);
-  }
-  void clear() {
-    if (shown_) fmt::print(stderr, "\r\033[K"), std::fflush(stderr);
-    shown_ = false;
-  }
-  ~Screen() { clear(); }
-
- private:
-  using Clock = std::chrono::steady_clock;
-  bool terminal_ = isatty(STDERR_FILENO), shown_ = false;
-  Clock::time_point last_ = Clock::now();
-};
-
 void run(const RunRequest& request) {
-  Screen screen;
+  StatusLine status;
   std::signal(SIGINT, [](int) { g_asked_to_stop = true, std::signal(SIGINT, SIG_DFL); });  // the second one ends at once
   std::signal(SIGTERM, [](int) { g_asked_to_stop = true; });
-  train(request, {.line = [&](const std::string& text) { screen.line(text); },
-                  .progress = [&](const std::string& text) { screen.progress(text); },
+  train(request, {.line = [&](const std::string& text) { status.line(text); },
+                  .progress = [&](const std::string& text) { status.say([&] { return text; }); },
                   .stop = [] { return g_asked_to_stop.load(); }});
 }
 

@@ -13,6 +13,7 @@
 #include "k3/core/error.h"
 #include "k3/core/file.h"
 #include "k3/core/plain_read.h"
+#include "k3/core/progress.h"
 #include "k3/model/loading.h"
 #include "k3/ops/attention/cache.h"
 #include "k3/ops/loss/loss.h"
@@ -87,11 +88,6 @@ uint64_t parse_size(const std::string& text) {
   }
   K3_CHECK(used > 0 && scale > 0 && n > 0 && n * scale < 1e18, "[memory] '{}' is no size; write 8GiB, 500MB, a number of bytes, or auto", text);
   return uint64_t(n * scale);
-}
-
-std::string size_text(double bytes) {
-  if (bytes < 1e6) return fmt::format("{:.1f} kB", bytes * 1e-3);
-  return bytes < 1e9 ? fmt::format("{:.1f} MB", bytes * 1e-6) : fmt::format("{:.2f} GB", bytes * 1e-9);
 }
 
 double memory_read_rate(uint64_t bytes) {

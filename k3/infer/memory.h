@@ -15,7 +15,6 @@
 namespace k3 {
 
 uint64_t parse_size(const std::string& text);  // "8GiB", "500 MB", "1.5G" (G is GiB), "123456"; Error otherwise
-std::string size_text(double bytes);           // "8.59 GB"
 
 struct MemoryRequest {
   std::string budget = "auto";  // or a size: the most that the whole process may have resident

@@ -11,6 +11,7 @@
 
 #include "k3/core/error.h"
 #include "k3/core/file.h"
+#include "k3/core/progress.h"
 #include "k3/core/threads.h"
 
 namespace k3::lab {
@@ -35,8 +36,6 @@ bool stored(const std::string& path, const json& what, json& result) {
   return true;
 }
 
-std::string clock(double seconds) { return fmt::format("{}:{:02}", int64_t(seconds) / 60, int64_t(seconds) % 60); }
-
 // Of all units that are to be run, from any thread.
 class Progress {
  public:
@@ -52,7 +51,7 @@ class Progress {
     if (!hooks_.progress) return;
     const double seconds = since(start_);
     hooks_.progress(fmt::format("{} {}  {:.0f} %  run {} of {}  {} left", experiment, u.key, 100 * part, ended_ + 1, count_,
-                                done_ > 0 && seconds > 1 ? clock(seconds / done_ * (work_ - done_)) : "?"));
+                                done_ > 0 && seconds > 1 ? duration_text(seconds / done_ * (work_ - done_)) : "?"));
   }
   void end(const Unit& u) {
     std::lock_guard lock(mutex_);
@@ -180,7 +179,7 @@ void run(const Request& request, const Hooks& hooks) {
     write_file(folder + "/report.html", page(*w.experiment, f, command));
     line(fmt::format("{}: {}\n  {}/report.html", w.experiment->name, f.answer, folder));
   }
-  line(fmt::format("{} {} in {}", all.size(), all.size() == 1 ? "experiment" : "experiments", clock(since(start))));
+  line(fmt::format("{} {} in {}", all.size(), all.size() == 1 ? "experiment" : "experiments", duration_text(since(start))));
 }
 
 }  // namespace k3::lab

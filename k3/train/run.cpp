@@ -11,6 +11,7 @@
 #include "k3/core/thousands.h"
 #include "k3/core/file.h"
 #include "k3/core/memory.h"
+#include "k3/core/progress.h"
 #include "k3/model/checkpoint.h"
 #include "k3/model/init.h"
 #include "k3/tokenizer/learn.h"
@@ -28,12 +29,6 @@ using Clock = std::chrono::steady_clock;
 namespace {
 
 constexpr int kMostSkippedInARow = 20;
-
-std::string duration(double seconds) {
-  int64_t s = int64_t(seconds + 0.5);
-  if (s >= 3600) return fmt::format("{}:{:02}:{:02}", s / 3600, s / 60 % 60, s % 60);
-  return fmt::format("{}:{:02}", s / 60, s % 60);
-}
 
 double seconds_since(Clock::time_point t) { return std::chrono::duration<double>(Clock::now() - t).count(); }
 
@@ -70,11 +65,8 @@ void fit_to_tokenizer(RunConfig& run, const Tokenizer& t) {
 }
 
 BytesDone reading(const RunEvents& events, const char* what) {
-  return [&events, what, start = Clock::now()](uint64_t done, uint64_t of) {
-    if (!events.progress) return;
-    double s = seconds_since(start), rate = double(done) / std::max(1e-9, s);
-    events.progress(fmt::format("{}: {} of {} MB, {:.1f} MB/s, {} left", what, done >> 20, of >> 20, rate / 1e6,
-                                duration(double(of - done) / std::max(1.0, rate))));
+  return [&events, work = Progress(what, Progress::bytes)](uint64_t done, uint64_t of) {
+    if (events.progress) events.progress(work.text(done, of));
   };
 }
 
@@ -297,7 +289,7 @@ void train(const RunRequest& request, const RunEvents& events) {
   int skipped_in_a_row = 0;
   auto time_left = [&] {
     int64_t done = trainer.steps_done() - first;
-    return done ? duration(seconds_since(start) / double(done) * double(options.steps - trainer.steps_done())) : std::string("?");
+    return done ? duration_text(seconds_since(start) / double(done) * double(options.steps - trainer.steps_done())) : std::string("?");
   };
   trainer.on_micro_batch = [&](int64_t done, int64_t of) {
     if (events.progress)
