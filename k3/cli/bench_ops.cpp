@@ -193,12 +193,15 @@ void kda(Bench& b) {
 
 void attention_lines(Bench& b) {
   struct Size {
-    int64_t tokens, heads, key, value;
+    int64_t tokens, heads, nope, rope, value, rank;
   };
-  for (const Size& s : b.on_gpu() ? std::vector<Size>{{4096, 16, 192, 128}, {4096, 8, 96, 64}} : std::vector<Size>{{512, 4, 96, 64}}) {
-    Var q = b.input({s.tokens, s.heads * s.key}), k = b.input({s.tokens, s.heads * s.key}), v = b.input({s.tokens, s.heads * s.value});
-    b.both("mla prefill", fmt::format("T {}, {} heads of {} / {}", s.tokens, s.heads, s.key, s.value), [&] {
-      return attention(q, k, v, {s.heads, s.heads, s.key, s.value, float(1 / std::sqrt(double(s.key)))}, Batch::one(s.tokens));
+  for (const Size& s :
+       b.on_gpu() ? std::vector<Size>{{4096, 16, 128, 64, 128, 512}, {4096, 8, 64, 32, 64, 256}} : std::vector<Size>{{512, 4, 64, 32, 64, 128}}) {
+    const int64_t key = s.nope + s.rope;
+    Var q = b.input({s.tokens, s.heads * key}), c = b.input({s.tokens, s.rank}), k_pe = b.input({s.tokens, s.rope});
+    Param& kv_b = b.weight({s.heads * (s.nope + s.value), s.rank});
+    b.both("mla", fmt::format("T {}, {} heads of {} / {}, rank {}", s.tokens, s.heads, key, s.value, s.rank), [&] {
+      return mla_attention(q, c, k_pe, kv_b, {s.heads, s.nope, s.rope, s.value, s.rank, float(1 / std::sqrt(double(key)))}, Batch::one(s.tokens));
     });
     b.end();
   }
@@ -327,7 +330,7 @@ void run(const OpsFlags& f) {
     Bench b(table, f.device, narrow);
     if (b.wants("linear")) linears(b);
     if (b.wants("kda")) kda(b);
-    if (b.wants("mla prefill")) attention_lines(b);
+    if (b.wants("mla")) attention_lines(b);
     if (b.wants("route") || b.wants("experts")) mixture(b);
     rows(b), ends(b);
   }

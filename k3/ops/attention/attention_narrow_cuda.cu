@@ -6,8 +6,6 @@
 // block is 64 keys and goes through the query rows that see them, 32 at a time. The next tile comes in while one is worked on.
 // Heads come first in a grid, so that the longest tiles of all heads begin together.
 // A warp's weights stay in registers: the accumulators of one product are the left operand of the next.
-#include <type_traits>
-
 #include "k3/core/tile.cuh"
 #include "k3/ops/attention/attention_float_cuda.h"
 #include "k3/ops/attention/attention_narrow_cuda.h"
@@ -24,8 +22,8 @@ __host__ __device__ constexpr int ld_of(int width) { return (width + 15) / 16 * 
 
 // A tile of rows in shared memory: `rows` of them, `width` channels, zeros up to the next 16 channels and in rows that don't exist.
 // Eight threads share a row. from(r): where row r begins; channels from `own` on lie at other(r) + channel.
-template <class Width, class From, class Other>
-__device__ __forceinline__ void ask_rows(nv_bf16* to, int rows, int there, const Width width, int own, From from, Other other) {
+template <class From, class Other>
+__device__ __forceinline__ void ask_rows(nv_bf16* to, int rows, int there, int width, int own, From from, Other other) {
   const int ld = ld_of(width), padded = (width + 15) / 16 * 16;
 #pragma unroll
   for (int r = threadIdx.x >> 3; r < rows; r += kThreads / 8) {
@@ -38,15 +36,9 @@ __device__ __forceinline__ void ask_rows(nv_bf16* to, int rows, int there, const
   }
 }
 
-// A number of channels: known when compiled, or not.
-template <int W>
-struct Exactly {
-  __device__ constexpr operator int() const { return W; }
-};
-
 // c (16 rows of a from row a0, 8 N rows of b) += a b^T over `width` channels
-template <int N, class Width>
-__device__ __forceinline__ void dots(float (&c)[N][4], const nv_bf16* a, int a0, const nv_bf16* b, const Width width) {
+template <int N>
+__device__ __forceinline__ void dots(float (&c)[N][4], const nv_bf16* a, int a0, const nv_bf16* b, int width) {
   const int lane = threadIdx.x & 31, ld = ld_of(width);
   const uint32_t as = shared_address(a) + 2 * ((a0 + (lane & 15)) * ld + (lane >> 4) * 8);
   const uint32_t bs = shared_address(b) + 2 * (((lane & 7) + (lane >> 4) * 8) * ld + (lane >> 3 & 1) * 8);
@@ -64,8 +56,8 @@ __device__ __forceinline__ void dots(float (&c)[N][4], const nv_bf16* a, int a0,
   }
 }
 // c (16 rows, columns of b) += w b: w (16, 8 N) as accumulators hold it, b (8 N rows, `width` channels), at most 8 J of them
-template <int J, int N, class Width>
-__device__ __forceinline__ void weighted_rows(float (&c)[J][4], const float (&w)[N][4], const nv_bf16* b, const Width width) {
+template <int J, int N>
+__device__ __forceinline__ void weighted_rows(float (&c)[J][4], const float (&w)[N][4], const nv_bf16* b, int width) {
   const int lane = threadIdx.x & 31, ld = ld_of(width);
   const uint32_t bs = shared_address(b) + 2 * (((lane & 7) + (lane >> 3 & 1) * 8) * ld + (lane >> 4) * 8);
 #pragma unroll
@@ -84,26 +76,15 @@ __device__ __forceinline__ void weighted_rows(float (&c)[J][4], const float (&w)
 __device__ __forceinline__ float quad_sum(float x) { x += __shfl_xor_sync(~0u, x, 1); return x + __shfl_xor_sync(~0u, x, 2); }
 __device__ __forceinline__ float quad_max(float x) { x = fmaxf(x, __shfl_xor_sync(~0u, x, 1)); return fmaxf(x, __shfl_xor_sync(~0u, x, 2)); }
 
-// Widths<K, V, exact>: most channels, or just as many
-template <int K, int V, bool kExact>
-struct Widths {
-  using Key = std::conditional_t<kExact, Exactly<K>, int>;
-  using Value = std::conditional_t<kExact, Exactly<V>, int>;
-};
-
 // One sequence and kv head: where its rows lie. Row r of the sequence is token r / group, query head g * group + r % group.
-template <class W>
 struct Place {
   const AttentionNarrowArgs& p;
   const AttentionSequence s;
   const int64_t g, heads, all, begin;  // all: query rows; begin: the first token's row
-  typename W::Key key_dim;
-  typename W::Value value_dim;
+  const int key_dim, value_dim;
   __device__ Place(const AttentionNarrowArgs& args, int64_t sequence, int64_t head)
       : p(args), s(args.a.sequences[sequence]), g(head), heads(args.a.tiles.kv_heads * args.a.group), all(s.queries * args.a.group),
-        begin(s.queries ? args.a.rows[s.rows_at] : 0) {
-    if constexpr (std::is_same_v<typename W::Key, int>) key_dim = int(args.a.tiles.own + args.a.tiles.shared), value_dim = int(args.a.tiles.value);
-  }
+        begin(s.queries ? args.a.rows[s.rows_at] : 0), key_dim(int(args.a.tiles.own + args.a.tiles.shared)), value_dim(int(args.a.tiles.value)) {}
   __device__ int64_t token(int64_t row) const { return p.a.group == 1 ? row : int64_t(uint32_t(row) / uint32_t(p.a.group)); }  // fewer than 2^32 rows
   __device__ int64_t at(int64_t row) const { return key_row(token(row)) * heads + g * p.a.group + row - token(row) * p.a.group; }
   __device__ int64_t key_row(int64_t key) const { return p.dense ? begin + key : p.a.rows[s.rows_at + key]; }
@@ -126,11 +107,11 @@ struct Place {
   }
 };
 
-template <int K, int V, bool kExact>  // most channels, or just as many
+template <int V>  // most value channels
 __global__ void __launch_bounds__(kThreads) forward_kernel(const AttentionNarrowArgs p) {
   extern __shared__ __align__(16) nv_bf16 narrow[];
   const cpu::QueryTile item = p.a.query_tiles[blockIdx.y];
-  const Place<Widths<K, V, kExact>> w(p, item.sequence, blockIdx.x);
+  const Place w(p, item.sequence, blockIdx.x);
   const int lane = threadIdx.x & 31, r0 = (threadIdx.x >> 5) * 16, key_size = kKeys * ld_of(w.key_dim), value_size = kKeys * ld_of(w.value_dim);
   nv_bf16 *q = narrow, *k = q + kRows * ld_of(w.key_dim), *v = k + 2 * key_size;
   const int64_t first = item.first_row, seen = w.token(min(first + kRows, w.all) - 1) + 1;
@@ -191,10 +172,10 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(const AttentionNarrow
   }
 }
 
-template <int K, int V, bool kExact>
+template <int K, int V>
 __global__ void __launch_bounds__(kThreads) keys_kernel(const AttentionNarrowArgs p) {
   extern __shared__ __align__(16) nv_bf16 narrow[];
-  const Place<Widths<K, V, kExact>> w(p, blockIdx.y, blockIdx.x);
+  const Place w(p, blockIdx.y, blockIdx.x);
   const int64_t start = int64_t(blockIdx.z) * kKeys;
   if (start >= w.s.queries) return;
   const int lane = threadIdx.x & 31, k0 = (threadIdx.x >> 5) * 16, q_size = kFew * ld_of(w.key_dim), dy_size = kFew * ld_of(w.value_dim);
@@ -274,11 +255,11 @@ __global__ void __launch_bounds__(kThreads) keys_kernel(const AttentionNarrowArg
   }
 }
 
-template <int K, int V, bool kExact>
+template <int K, int V>
 __global__ void __launch_bounds__(kThreads) queries_kernel(const AttentionNarrowArgs p) {
   extern __shared__ __align__(16) nv_bf16 narrow[];
   const cpu::QueryTile item = p.a.query_tiles[blockIdx.y];
-  const Place<Widths<K, V, kExact>> w(p, item.sequence, blockIdx.x);
+  const Place w(p, item.sequence, blockIdx.x);
   const int lane = threadIdx.x & 31, r0 = (threadIdx.x >> 5) * 16, key_size = kFew * ld_of(w.key_dim), value_size = kFew * ld_of(w.value_dim);
   nv_bf16 *q = narrow, *dy = q + kRows * ld_of(w.key_dim), *k = dy + kRows * ld_of(w.value_dim), *v = k + 2 * key_size;
   const int64_t first = item.first_row, seen = w.token(min(first + kRows, w.all) - 1) + 1;
@@ -343,26 +324,24 @@ cudaError_t launch(Kernel kernel, dim3 grid, size_t bytes, const AttentionNarrow
   kernel<<<grid, kThreads, bytes, stream>>>(p);
   return cudaGetLastError();
 }
-template <int K, int V, bool kExact>
+template <int V>
 cudaError_t forward(const AttentionNarrowArgs& p, cudaStream_t s) {
-  return launch(forward_kernel<K, V, kExact>, dim3(unsigned(p.a.tiles.kv_heads), unsigned(p.a.query_tile_count)), sizes_of(p.a).forward(), p, s);
+  return launch(forward_kernel<V>, dim3(unsigned(p.a.tiles.kv_heads), unsigned(p.a.query_tile_count)), sizes_of(p.a).forward(), p, s);
 }
-template <int K, int V, bool kExact>
+template <int K, int V>
 cudaError_t backward(const AttentionNarrowArgs& p, cudaStream_t s) {
   const unsigned heads = unsigned(p.a.tiles.kv_heads);
   const dim3 keys{heads, unsigned(p.a.sequence_count), unsigned((p.longest + kKeys - 1) / kKeys)};
-  if (cudaError_t e = launch(keys_kernel<K, V, kExact>, keys, sizes_of(p.a).keys(), p, s); e != cudaSuccess) return e;
-  return launch(queries_kernel<K, V, kExact>, dim3(heads, unsigned(p.a.query_tile_count)), sizes_of(p.a).queries(), p, s);
+  if (cudaError_t e = launch(keys_kernel<K, V>, keys, sizes_of(p.a).keys(), p, s); e != cudaSuccess) return e;
+  return launch(queries_kernel<K, V>, dim3(heads, unsigned(p.a.query_tile_count)), sizes_of(p.a).queries(), p, s);
 }
-// f.template operator()<key channels, value channels, whether just as many or at most>()
+// f.template operator()<most key channels, most value channels>()
 template <class F>
 cudaError_t with_widths(const AttentionArgs& a, F f) {
   const int64_t key = a.tiles.own + a.tiles.shared, value = a.tiles.value;
-  if (key == 96 && value == 64) return f.template operator()<96, 64, true>();
-  if (key == 192 && value == 128) return f.template operator()<192, 128, true>();
-  if (key <= 64 && value <= 64) return f.template operator()<64, 64, false>();
-  if (key <= 128) return f.template operator()<128, 128, false>();
-  return f.template operator()<192, 128, false>();
+  if (key <= 64 && value <= 64) return f.template operator()<64, 64>();
+  if (key <= 128) return f.template operator()<128, 128>();
+  return f.template operator()<192, 128>();
 }
 
 }  // namespace
@@ -378,7 +357,7 @@ const char* attention_narrow_forward(const AttentionNarrowArgs& p, void* stream)
   if (!attention_narrow_serves(p.a)) return "[attention] bfloat16 heads have up to 192 key and 128 value channels, in eights";
   if (p.a.query_tile_count > 65535) return "[attention] bfloat16 attention takes up to 4 million tokens a call";
   if (p.a.query_tile_count == 0) return nullptr;
-  cudaError_t e = with_widths(p.a, [&]<int K, int V, bool kExact>() { return forward<K, V, kExact>(p, cudaStream_t(stream)); });
+  cudaError_t e = with_widths(p.a, [&]<int K, int V>() { return forward<V>(p, cudaStream_t(stream)); });
   return e == cudaSuccess ? nullptr : cudaGetErrorString(e);
 }
 
@@ -387,7 +366,7 @@ const char* attention_narrow_backward(const AttentionNarrowArgs& p, void* stream
   if (p.a.query_tile_count > 65535) return "[attention] bfloat16 attention takes up to 4 million tokens a call";
   if (p.a.query_tile_count == 0) return nullptr;
   if (const char* e = attention_row_products(p.a, stream)) return e;
-  cudaError_t e = with_widths(p.a, [&]<int K, int V, bool kExact>() { return backward<K, V, kExact>(p, cudaStream_t(stream)); });
+  cudaError_t e = with_widths(p.a, [&]<int K, int V>() { return backward<K, V>(p, cudaStream_t(stream)); });
   return e == cudaSuccess ? attention_sum_shared(p.a, stream) : cudaGetErrorString(e);
 }
 
