@@ -1,7 +1,9 @@
 #pragma once
 // Seeded damage for tests of parsers.
+#include <fstream>
 #include <string>
 
+#include "k3/core/error.h"
 #include "k3/core/rng.h"
 
 namespace k3 {
@@ -44,6 +46,18 @@ inline std::string mutated(std::string text, uint64_t seed) {
     }
   }
   return text;
+}
+
+// Without waiting for the disk.
+inline void put(const std::string& file, const std::string& bytes) { std::ofstream(file, std::ios::binary) << bytes; }
+
+// Runs f; whether it ended in an answer. Anything but an Error flies on and fails the test.
+template <class F>
+bool answers(F f) {
+  try {
+    f();
+    return true;
+  } catch (const Error&) { return false; }
 }
 
 }  // namespace k3

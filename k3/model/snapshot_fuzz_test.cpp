@@ -32,17 +32,6 @@ struct Saved {
   ~Saved() { fs::remove_all(path); }
 };
 
-// Without waiting for the disk.
-void put(const std::string& file, const std::string& bytes) { std::ofstream(file, std::ios::binary) << bytes; }
-
-template <class F>
-bool answers(F f) {
-  try {
-    f();
-    return true;
-  } catch (const Error&) { return false; }
-}
-
 TEST(snapshot_fuzz, headers) {
   Saved s(uint64_t(1) << 40);
   const std::string file = (s.path / "model.safetensors").string(), good = read_file(file);

@@ -20,18 +20,6 @@ namespace fs = std::filesystem;
 
 using testing::TemporaryFolder;
 
-// Without waiting for the disk.
-void put(const std::string& file, const std::string& bytes) { std::ofstream(file, std::ios::binary) << bytes; }
-
-// Runs f; whether it ended in an answer. Anything but an Error flies on and fails the test.
-template <class F>
-bool answers(F f) {
-  try {
-    f();
-    return true;
-  } catch (const Error&) { return false; }
-}
-
 TEST(text_fuzz, tokenizer_files) {
   TemporaryFolder folder;
   Tokenizer::bytes().save(folder.path.string());
