@@ -16,7 +16,7 @@ enum class Dense : uint8_t { as_stored, bf16, q8, mxfp4 };
 struct LoadOptions {
   bool for_training = false;  // everything becomes owned float32; otherwise matrices stay where and as they are stored
   Dense dense = Dense::as_stored;
-  Device device = Device::cpu;  // cuda: all of it is copied there, MXFP4 as bfloat16 (exact) and q8 as float32
+  Device device = Device::cpu;  // cuda: all of it is copied there, as ParamSet::move_to says
   bool bf16_products = false;   // of the model, on a GPU
 };
 

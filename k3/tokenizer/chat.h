@@ -8,8 +8,9 @@
 // one special token that this file put there. Everything else, from a message or from us, is a text segment and never becomes a special
 // token, whatever it says.
 //
-//   XTML (K3)     <|open|>message role="user"<|sep|>Hi<|close|>message<|sep|><|end_of_msg|><|open|>message
-//   role="assistant"<|sep|><|open|>think<|sep|> Kimi-Linear   <|im_user|>user<|im_middle|>Hi<|im_end|><|im_assistant|>assistant<|im_middle|>
+//   XTML (K3)     <|open|>message role="user"<|sep|>Hi<|close|>message<|sep|><|end_of_msg|>
+//                 <|open|>message role="assistant"<|sep|><|open|>think<|sep|>
+//   Kimi-Linear   <|im_user|>user<|im_middle|>Hi<|im_end|><|im_assistant|>assistant<|im_middle|>
 //
 // Kimi-Linear's format has no words for thinking, effort, tool_choice and response_format: there the caller sees to them.
 // Errors say which message is at fault: unknown role, a tool result that answers no call, names with control characters, an unknown effort.

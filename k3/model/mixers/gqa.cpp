@@ -1,6 +1,7 @@
 // Softmax attention with a cache of plain keys and values, without position encoding; two alternatives that MLA is compared with.
 //   gqa   num_attention_heads queries of attention_head_dim share num_key_value_heads keys and values
-//   mqa   one head of width attention_head_dim that is key and value at once: the cache is that one vector
+//   mqa   one head of width attention_head_dim that is key and value at once: one vector a token to remember. KvCache keeps it twice, as a column
+//         among keys and as a row among values, which is how the kernels read them; the planner counts it once
 // Both may have K3's output gate (mla_use_output_gate).
 #include <cmath>
 
