@@ -13,8 +13,10 @@
 #include <string_view>
 #include <vector>
 
+#include "bench/stopwatch.h"
 #include "k3/core/isa.h"
 #include "k3/core/rng.h"
+#include "k3/core/plain_read.h"
 #include "k3/core/threads.h"
 #include "k3/ops/attention/attention.h"
 #include "k3/ops/depth_mix/depth_mix.h"
@@ -26,37 +28,15 @@ namespace {
 
 constexpr int kRuns = 7;
 
-double now() {
-  timespec t;
-  clock_gettime(thread_count() == 1 ? CLOCK_THREAD_CPUTIME_ID : CLOCK_MONOTONIC, &t);
-  return double(t.tv_sec) + 1e-9 * double(t.tv_nsec);
-}
-double timed(const std::function<void()>& f) {
-  double start = now();
-  f();
-  return now() - start;
-}
-double median(std::vector<double> t) {
-  std::sort(t.begin(), t.end());
-  return t[t.size() / 2];
-}
-
 double product_seconds(double& flops) {
   const int64_t n = 1024;
   static std::vector<float> a(n * n, 1), b(n * n, 1), c(n * n);
   flops = 2.0 * n * n * n;
   return timed([&] { dnnl_sgemm('N', 'N', n, n, n, 1, a.data(), n, b.data(), n, 0, c.data(), n); });
 }
-__attribute__((target_clones("default", "arch=x86-64-v3", "arch=x86-64-v4"), optimize("O3"))) int64_t sum_of(const int64_t* p, int64_t n) {
-  int64_t s = 0;
-  for (int64_t i = 0; i < n; ++i) s += p[i];
-  return s;
-}
-double read_seconds(double& bytes) {
-  const int64_t pieces = 64, size = 1 << 18;  // 128 MB
-  static std::vector<int64_t> data(pieces * size, 1), sums(pieces);
-  bytes = 8.0 * pieces * size;
-  return timed([&] { parallel_for(pieces, [&](int64_t i) { sums[i] = sum_of(data.data() + i * size, size); }); });
+double read_rate() {  // bytes/s; also empties the caches
+  static PlainRead plain(uint64_t(128) << 20);
+  return plain.rate();
 }
 
 class Step {
@@ -118,17 +98,17 @@ void decode(int64_t context, int64_t heads, bool keep_expanded) {
   Batch batch = Batch::one(1);
   batch.slots = {0};
   std::vector<double> time, limit, product;
-  double read_bytes = 0, product_flops = 0;
+  double product_flops = 0;
   const size_t mark = step.arena().mark();
   for (int i = 0; i < 3 * kRuns; ++i) {
     step.arena().rewind(mark);
     product.push_back(product_seconds(product_flops));
-    limit.push_back(read_seconds(read_bytes));  // also empties the caches
+    limit.push_back(read_rate());
     time.push_back(timed([&] { mla_attention(q, c, k_pe, kv_b, s, batch, &cache); }));
   }
   const double bytes = double(context) * double(cache.bytes_per_token()) + double(kv_b.value.bytes());
   const double flops = 2.0 * double(heads) * (double(context) * (keep_expanded ? 320 : 1088) + 2 * 128 * 512);
-  const double rate = bytes / median(time), plain = read_bytes / median(limit), most = product_flops / median(product);
+  const double rate = bytes / median(time), plain = median(limit), most = product_flops / median(product);
   fmt::print(
       "mla decode, {}, {:2} heads, context {:5}   {:8.1f} us   {:5.1f} GB/s = {:3.0f} % of a plain read {:.1f}   {:5.1f} GFLOP/s = {:3.0f} %\n",
       keep_expanded ? "expanded" : "absorbed", heads, context, 1e6 * median(time), rate / 1e9, 100 * rate / plain, plain / 1e9,
@@ -142,16 +122,15 @@ void mix(int64_t sources, int64_t tokens, int64_t d) {
   Param w = step.param({d}, 50), p = step.param({d}, 51);
   const size_t mark = step.arena().mark();
   std::vector<double> forward, backward, limit;
-  double read_bytes = 0;
   for (int i = 0; i < 3 * kRuns; ++i) {
     step.arena().rewind(mark);
     Var h;
-    limit.push_back(read_seconds(read_bytes));
+    limit.push_back(read_rate());
     forward.push_back(timed([&] { h = depth_mix(v, w, p, 1e-5f); }));
     h.grad();
     backward.push_back(timed([&] { step.backward(); }));
   }
-  const double row = 4.0 * double(tokens * d), plain = read_bytes / median(limit);
+  const double row = 4.0 * double(tokens * d), plain = median(limit);
   const double f = row * double(sources + 1) / median(forward), b = row * double(3 * sources + 1) / median(backward);
   fmt::print("depth_mix, {} sources of {} x {}   forward {:5.1f} GB/s = {:3.0f} %   backward {:5.1f} = {:3.0f} %   of a plain read {:.1f}\n", sources,
              tokens, d, f / 1e9, 100 * f / plain, b / 1e9, 100 * b / plain, plain / 1e9);

@@ -6,7 +6,6 @@
 #include <oneapi/dnnl/dnnl.h>
 
 #include <algorithm>
-#include <chrono>
 #include <cmath>
 #include <cstdlib>
 #include <functional>
@@ -14,7 +13,9 @@
 #include <string>
 #include <vector>
 
+#include "bench/stopwatch.h"
 #include "k3/core/isa.h"
+#include "k3/core/plain_read.h"
 #include "k3/core/rng.h"
 #include "k3/core/threads.h"
 #include "k3/ops/delta_rule/delta_rule.h"
@@ -24,35 +25,21 @@ using namespace k3;
 
 namespace {
 
-double median(int runs, const std::function<double()>& seconds) {
+double median_of(int runs, const std::function<double()>& seconds) {
   std::vector<double> t;
   for (int i = 0; i < runs; ++i) t.push_back(seconds());
-  std::sort(t.begin(), t.end());
-  return t[t.size() / 2];
+  return median(t);
 }
-double timed(const std::function<void()>& f) {
-  auto start = std::chrono::steady_clock::now();
-  f();
-  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-}
-
 double product_rate() {  // FLOP/s
   const int64_t n = 1536;
   std::vector<float> a(n * n, 1), b(n * n, 1), c(n * n);
   auto once = [&] { return timed([&] { dnnl_sgemm('N', 'N', n, n, n, 1, a.data(), n, b.data(), n, 0, c.data(), n); }); };
   once();
-  return 2.0 * n * n * n / median(7, once);
-}
-__attribute__((target_clones("default", "arch=x86-64-v3", "arch=x86-64-v4"), optimize("O3"))) int64_t sum_of(const int64_t* p, int64_t n) {
-  int64_t s = 0;
-  for (int64_t i = 0; i < n; ++i) s += p[i];
-  return s;
+  return 2.0 * n * n * n / median_of(7, once);
 }
 double read_rate() {  // bytes/s
-  const int64_t pieces = 64, size = 1 << 19;
-  std::vector<int64_t> x(pieces * size, 1), sums(pieces);
-  auto once = [&] { return timed([&] { parallel_for(pieces, [&](int64_t i) { sums[i] = sum_of(&x[i * size], size); }); }); };
-  return 8.0 * pieces * size / median(9, once);
+  PlainRead plain(uint64_t(256) << 20);
+  return 1 / median_of(9, [&] { return 1 / plain.rate(); });
 }
 
 // The rule itself, token by token, one read and one write of S a token: what there was before chunks.
@@ -125,7 +112,7 @@ void train_row(const char* name, int64_t sequences, int64_t T, int64_t H, int64_
 void step_row(int64_t T, int64_t H, int64_t D) {
   Problem p(T, H, D, D, false);
   std::vector<float> s(H * D * D), o(H * T * D);
-  double t = median(3, [&] {
+  double t = median_of(3, [&] {
     return timed([&] {
       parallel_for(H, [&](int64_t h) {
         float* sh = &s[h * D * D];
@@ -164,14 +151,14 @@ void decode(int64_t B, int64_t H, int64_t D, double limit) {
         }
       });
     };
-    double t = median(5, sixteen) / 16;
+    double t = median_of(5, sixteen) / 16;
     // S read each step and written once in 16 (context 1 has none before its 17th token); half the rows read; one row written; q, k, v, g, o
     double bytes = double(B * H) * 4 * (KV * (1 + 1.0 / 16) + 8 * 3 * D + 3 * D + 5 * D);
     fmt::print("  context {:6}   {:7.3f} ms a step  {:6.2f} us a head  {:5.1f} GB/s {:4.0f} %\n", context, t * 1e3,
                t * 1e6 / double(B * H) * thread_count(), bytes / t / 1e9, 100 * bytes / t / limit);
   }
   std::vector<float> s(B * H * D * D), o(B * H * D);
-  double t = median(9, [&] {
+  double t = median_of(9, [&] {
     return timed([&] {
       parallel_for(B * H, [&](int64_t r) {
         plain_step(&s[r * D * D], p.q.f32() + r * D, p.k.f32() + r * D, p.v.f32() + r * D, p.g.f32() + r * D, p.beta.f32()[r], 0.1f, &o[r * D], D, D);

@@ -9,11 +9,11 @@
 #include <algorithm>
 #include <array>
 #include <cstdlib>
-#include <ctime>
 #include <deque>
 #include <functional>
 #include <vector>
 
+#include "bench/stopwatch.h"
 #include "k3/core/rng.h"
 #include "k3/core/threads.h"
 #include "k3/ops/activation/activation_kernels.h"
@@ -27,22 +27,6 @@ using namespace k3;
 namespace {
 
 constexpr int kRuns = 9;
-
-// On one thread the processor's time, which others on the machine don't lengthen; on many the clock's.
-double now() {
-  timespec t;
-  clock_gettime(thread_count() == 1 ? CLOCK_PROCESS_CPUTIME_ID : CLOCK_MONOTONIC, &t);
-  return double(t.tv_sec) + 1e-9 * double(t.tv_nsec);
-}
-double timed(const std::function<void()>& f) {
-  double start = now();
-  f();
-  return now() - start;
-}
-double median(std::vector<double> t) {
-  std::sort(t.begin(), t.end());
-  return t[t.size() / 2];
-}
 
 // count independent products (m, n, k), FLOP/s
 struct Plain {

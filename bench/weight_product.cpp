@@ -6,12 +6,12 @@
 #include <oneapi/dnnl/dnnl.hpp>
 
 #include <algorithm>
-#include <chrono>
 #include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <vector>
 
+#include "bench/stopwatch.h"
 #include "k3/core/buffer.h"
 #include "k3/core/isa.h"
 #include "k3/core/plain_read.h"
@@ -27,16 +27,6 @@ namespace {
 
 constexpr int kRounds = 9;
 constexpr int64_t kBytes = int64_t(192) << 20;  // of weights: several times the caches
-
-double timed(const std::function<void()>& f) {
-  auto start = std::chrono::steady_clock::now();
-  f();
-  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-}
-double median(std::vector<double> t) {
-  std::sort(t.begin(), t.end());
-  return t[t.size() / 2];
-}
 
 // As many weights (out, in) as fill kBytes.
 struct Weights {
