@@ -1,6 +1,6 @@
 #pragma once
 // The gated delta rule for training on the tensor units: every chunk of 32 tokens at once, but for one small product a chunk that hands the memory
-// on.
+// on. For what the chunk kernels (delta_rule_cuda.h: KDA with heads of 128) do not serve: other heads, Gated DeltaNet, DeltaNet, padding.
 //
 // Float32 in and out; operands of products tf32 (relative error of results about 5e-4), or with `exact` each as the sum of two (about 1e-6). Heads of
 // up to 128 keys and values, every gate of DeltaArgs (a log gate under -20 a token counts as -20, which forgets as well), packed sequences, rows that

@@ -1,5 +1,6 @@
 #pragma once
-// GPU kernels of attention over depth (AttnRes): softmax over sources of w . rms_norm(v_i), then the mix of the raw sources.
+// GPU kernels of attention over depth (AttnRes): softmax over sources of w . rms_norm(v_i), then the mix of the raw sources, which are in bfloat16:
+// half of the bytes of the model's float32 ones (depth_mix_float_cuda.h). No model keeps them so; `k3 bench ops` shows what that would give.
 // Every function returns null, or a sentence that says which argument it cannot serve.
 #include <cstdint>
 

@@ -1,5 +1,6 @@
 #pragma once
-// Choice of experts on the GPU and the order of their rows. Null, or a sentence about the argument that cannot be served.
+// Choice among hundreds of experts on the GPU and the order of their rows, of a plain sigmoid router: no groups, no softmax, no forced choices, which
+// models have (moe_float_cuda.h) and so take that one. Null, or a sentence about the argument that cannot be served.
 #include <cstdint>
 
 namespace k3::cuda {

@@ -1,5 +1,6 @@
 #pragma once
 // Muon's orthogonalisation on the GPU, one block of 128 rows (a head) at a time, in the Gram form: X_5 = Q X_0 with Q a polynomial of X_0 X_0^T.
+// Training (resident.h) takes the library's products, which serve every shape; this is for K3's heads, in `k3 bench ops`.
 // Returns null, or a sentence that says which argument it cannot serve.
 #include <cstdint>
 
