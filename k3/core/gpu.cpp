@@ -9,6 +9,8 @@
 #ifdef K3_CUDA
 #include <cuda.h>
 #include <cuda_runtime_api.h>
+
+#include "k3/core/copy_cuda.h"
 #endif
 
 namespace k3 {
@@ -217,15 +219,9 @@ void download(void* host, const void* device, size_t bytes) {
   if (bytes) check_call(cudaMemcpyAsync(host, device, bytes, cudaMemcpyDeviceToHost, queue()), "a copy from the GPU");
   synchronize();
 }
-void download_later(void* shared, const void* device, size_t bytes) {
-  if (bytes) check_call(cudaMemcpyAsync(shared, device, bytes, cudaMemcpyDeviceToHost, queue()), "a copy from the GPU");
-}
-void copy(void* to, const void* from, size_t bytes) {
-  if (bytes) check_call(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, queue()), "a copy on the GPU");
-}
-void fill(void* p, int byte, size_t bytes) {
-  if (bytes) check_call(cudaMemsetAsync(p, byte, bytes, queue()), "filling GPU memory");
-}
+void download_later(void* shared, const void* device, size_t bytes) { check(cuda::copy(shared, device, bytes, true, queue())); }
+void copy(void* to, const void* from, size_t bytes) { check(cuda::copy(to, from, bytes, false, queue())); }
+void fill(void* p, int byte, size_t bytes) { check(cuda::fill(p, byte, bytes, queue())); }
 void synchronize() {
   check_uncaptured("a wait for the GPU");
   check_call(cudaStreamSynchronize(main_stream()), "a kernel");
@@ -295,7 +291,8 @@ void Branches::join() {
 
 Graph::Graph(const std::function<void()>& enqueue) {
   cudaGraph_t graph = nullptr;
-  aside(), lane(0);  // made before
+  aside(), lane(0);                    // made before
+  ok(cudaStreamSynchronize(queue()));  // what is timed meanwhile is alone
   // relaxed: arenas may grow and lists may be kept meanwhile
   check_call(cudaStreamBeginCapture(queue(), cudaStreamCaptureModeRelaxed), "beginning to capture");
   captured_now = this;

@@ -288,6 +288,7 @@ void save(const Model& model, const std::string& folder, uint64_t shard_bytes, b
   for (const Param& p : model.params().all()) {
     if (!with_mtp && p.name.starts_with(mtp)) continue;
     K3_CHECK(p.scale.empty(), "[checkpoint] {} is in codes and scales, which can't be saved; load for training first", p.name);
+    if (p.catch_up) p.catch_up(nullptr, p.value.rows());
     Tensor value = p.value;
     if (p.name.ends_with(".A_log")) {
       if (c.nested()) {

@@ -1,6 +1,7 @@
 #pragma once
 // Param: a named tensor that outlives steps, and the place of its gradient. ParamSet (model/) owns the memory.
 #include <cstdint>
+#include <functional>
 #include <string>
 
 #include "k3/core/tensor.h"
@@ -30,6 +31,9 @@ struct Param {
   bool fresh = false;  // nothing was added to grad in this step, and its memory holds nothing: write it, or clear it first
   Tensor touched;      // u8, GPU: the parts of grad (kGradPart elements each) that something was added to, all others are zeros; empty: look at all
   Tensor narrow;       // value in bfloat16, kept by whoever changes value, where training multiplies in bfloat16; else empty
+  // Rows may be behind by updates that no gradient of theirs took part in (GPU): brings those that `ids`, on the device, name up to date, or the
+  // first `count` where ids is null. Empty: none is behind. Whoever reads `value` or its moments calls it first.
+  std::function<void(const int32_t* ids, int64_t count)> catch_up;
   Role role;
   Shape shape;                  // (out, in) for a matrix, whatever the storage
   bool scales_checked = false;  // none is 255 (check_scales)

@@ -13,25 +13,27 @@ void Context::read(const Tensor& t, Readback::Take take) const {
 Var::Var(Context& c, Tensor value) : node_(std::make_shared<Node>(Node{value, {}, {}, nullptr})), context_(&c) {}
 
 Tensor Var::grad() const {
-  if (node_->base) {
-    Node& b = *node_->base;
-    if (b.grad.empty()) b.grad = context_->arena->lend_zeroed(DType::f32, b.value.shape());
-    return b.grad.reshape(node_->value.shape());
-  }
-  if (node_->grad.empty()) node_->grad = context_->arena->lend_zeroed(DType::f32, node_->value.shape());
-  return node_->grad;
+  if (!has_grad()) own().grad = std::make_shared<const Tensor>(context_->arena->lend_zeroed(DType::f32, own().value.shape()));
+  bool fresh = false;
+  return grad(fresh);
 }
 
 Tensor Var::grad(bool& fresh) const {
-  Node& own = node_->base ? *node_->base : *node_;
-  fresh = own.grad.empty();
-  if (fresh) own.grad = context_->arena->lend(DType::f32, own.value.shape());
-  return own.grad.reshape(node_->value.shape());
+  Node& n = own();
+  fresh = n.grad == nullptr;
+  if (fresh || n.grad.use_count() > 1) {
+    const Tensor mine = context_->arena->lend(DType::f32, n.value.shape());
+    if (!fresh) copy_values(mine, *n.grad);
+    n.grad = std::make_shared<const Tensor>(mine);
+  }
+  return n.grad->reshape(node_->value.shape());
 }
 
-bool Var::adopt_grad(const Var& y) const {
-  if (node_->base || y.node_->base || !node_->grad.empty() || node_ == y.node_) return false;
-  node_->grad = y.grad().reshape(value().shape());
+Tensor Var::read_grad() const { return has_grad() ? own().grad->reshape(node_->value.shape()) : grad(); }
+
+bool Var::share_grad(const Var& y) const {
+  if (node_->base || y.node_->base || node_->grad || node_ == y.node_) return false;
+  node_->grad = y.node_->grad;
   return true;
 }
 

@@ -78,19 +78,24 @@ class Var {
   Tensor grad() const;
   // The same for a backward that can also write it: `fresh` when nobody has added anything yet, and then its memory holds nothing.
   Tensor grad(bool& fresh) const;
-  // Takes over the gradient of `y`, which nobody reads or adds to any more, if this one has none yet and neither is a view.
-  bool adopt_grad(const Var& y) const;
-  bool has_grad() const { return node_->base ? !node_->base->grad.empty() : !node_->grad.empty(); }
+  // The same to be read alone: several may have one memory, until somebody asks for a gradient to add to while another still has it.
+  Tensor read_grad() const;
+  // Has the gradient of `y` for its own from here on, if it has none yet and neither is a view.
+  bool share_grad(const Var& y) const;
+  void drop_grad() const { node_->grad.reset(); }  // nobody reads it or adds to it any more
+  bool has_grad() const { return own().grad != nullptr; }
   // The value in bfloat16, for products on a GPU: empty until somebody who reads it makes it, from memory that lives as long as the value's.
-  Tensor& narrow() const { return (node_->base ? node_->base : node_)->narrow; }
+  Tensor& narrow() const { return own().narrow; }
   // The same elements seen with another shape; they share the gradient.
   Var reshape(Shape s) const;
 
  private:
   struct Node {
-    Tensor value, grad, narrow;
-    std::shared_ptr<Node> base;  // whose gradient this one's is a view of; null for its own
+    Tensor value, narrow;
+    std::shared_ptr<const Tensor> grad;  // of as many Nodes as have its memory
+    std::shared_ptr<Node> base;          // whose gradient this one's is a view of; null for its own
   };
+  Node& own() const { return node_->base ? *node_->base : *node_; }
   // Two owners: the code of the layer, and the closures on the tape that still need the value.
   std::shared_ptr<Node> node_;
   Context* context_ = nullptr;

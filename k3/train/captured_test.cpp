@@ -31,13 +31,13 @@ struct Trial : testing::SmallRun {
   }
   // As a resumed run has it: the weights and moments of another one.
   void take_over(const Trial& other) {
+    const auto to = trainer->optimizer().moments(), from = other.trainer->optimizer().moments();  // no row is behind now
     auto p = other.model->params().all().begin();
     for (Param& mine : model->params().all()) {
       copy_values(mine.value, p->value);
       if (!mine.narrow.empty()) copy_values(mine.narrow, p->narrow);
       ++p;
     }
-    const auto to = trainer->optimizer().moments(), from = other.trainer->optimizer().moments();
     for (size_t i = 0; i < to.size(); ++i) copy_values(to[i].value, from[i].value);
     trainer->optimizer().updates = other.trainer->optimizer().updates;
     trainer->set_steps_done(other.trainer->steps_done());
@@ -48,8 +48,8 @@ struct Trial : testing::SmallRun {
       const HostCopy copy(t);
       all.append(static_cast<const char*>(copy.tensor().data()), t.bytes());
     };
-    for (const Param& p : model->params().all()) add(p.value);
     for (const NamedTensor& m : trainer->optimizer().moments()) add(m.value);
+    for (const Param& p : model->params().all()) add(p.value);
     return all;
   }
   StepReport step(int i) {

@@ -126,6 +126,8 @@ std::string Optimizer::split() const {
 
 std::vector<NamedTensor> Optimizer::moments() const {
   std::vector<NamedTensor> list;
+  for (const AdamW& a : adamw_)
+    if (a.param->catch_up) a.param->catch_up(nullptr, a.param->value.rows());
   for (const Muon& m : muon_) list.push_back({"muon." + m.param->name, m.momentum});
   for (const AdamW& a : adamw_) list.push_back({"adamw.m." + a.param->name, a.m}), list.push_back({"adamw.v." + a.param->name, a.v});
   return list;

@@ -66,19 +66,17 @@ Var add(Var a, Var b) {
   Context& c = a.context();
   if (c.device != Device::cuda) return elementwise("add", a, b, 1, cpu::activation().add_forward, cpu::activation().add_backward, cuda::Element::add);
   Var y = with_tape(c, nullptr, [&] { return elementwise("add", a, b, 1, nullptr, nullptr, cuda::Element::add); });
-  on_backward(y, [=, &c] {  // the gradient itself goes on to one of the two
-    const Var &first = a.has_grad() ? b : a, &second = a.has_grad() ? a : b;
-    const Tensor dy = y.grad();
-    bool fresh = false;
-    const Tensor dx = second.grad(fresh);
-    c.cost("add", {.flops = double(a.size()), .bytes = 12.0 * double(a.size())});
-    if (fresh) copy_values(dx, dy);
-    if constexpr (gpu::kBuilt) {
-      if (!fresh) gpu::check(cuda::accumulate(dx.f32(), dy.f32(), dx.size(), gpu::stream()));
+  on_backward(y, [=, &c] {  // the gradient itself goes on to both
+    const Tensor dy = y.read_grad();
+    for (const Var& x : {a, b}) {
+      if (x.share_grad(y)) continue;
+      const Tensor dx = x.grad();
+      c.cost("add", {.flops = double(a.size()), .bytes = 12.0 * double(a.size())});
+      if constexpr (gpu::kBuilt) {
+        if (c.device == Device::cuda) gpu::check(cuda::accumulate(dx.f32(), dy.f32(), dx.size(), gpu::stream()));
+      }
     }
-    if (first.adopt_grad(y)) return;
-    const Tensor other = first.grad();
-    if constexpr (gpu::kBuilt) gpu::check(cuda::accumulate(other.f32(), dy.f32(), other.size(), gpu::stream()));
+    y.drop_grad();
   });
   return y;
 }

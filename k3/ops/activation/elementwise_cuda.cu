@@ -1,4 +1,5 @@
 // Bound by memory.
+#include "k3/core/enqueue.cuh"
 #include "k3/ops/activation/glu.cuh"
 #include "k3/ops/activation/elementwise_cuda.h"
 
@@ -50,6 +51,7 @@ __device__ __forceinline__ void each(int64_t n, const float* const (&in)[kIn], f
 
 template <Element kind>
 __global__ void __launch_bounds__(kThreads) forward_kernel(const cpu::ElementArgs a) {
+  follow();
   constexpr bool kTwo = kind == Element::add || kind == Element::sigmoid_gate;
   const float* in[2] = {a.x, kTwo ? a.g : a.x};
   each<2, 1>(a.n, in, {a.y}, {false}, [](const float (&x)[2], float (&y)[1]) {
@@ -62,6 +64,7 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(const cpu::ElementArg
 
 template <Element kind>
 __global__ void __launch_bounds__(kThreads) backward_kernel(const cpu::ElementArgs a, bool fresh_x, bool fresh_g) {
+  follow();
   if constexpr (kind == Element::add) {
     each<1, 2>(a.n, {a.dy}, {a.dx, a.dg}, {!fresh_x, !fresh_g}, [](const float (&x)[1], float (&y)[2]) { y[0] = y[1] = x[0]; });
   } else if constexpr (kind == Element::sigmoid_gate) {
@@ -77,12 +80,15 @@ __global__ void __launch_bounds__(kThreads) backward_kernel(const cpu::ElementAr
 }
 
 __global__ void __launch_bounds__(kThreads) accumulate_kernel(float* to, const float* from, int64_t n) {
+  follow();
   each<1, 1>(n, {from}, {to}, {true}, [](const float (&x)[1], float (&y)[1]) { y[0] = x[0]; });
 }
 __global__ void __launch_bounds__(kThreads) glu_forward_kernel(const cpu::GluArgs a) {
+  follow();
   each<2, 1>(a.n, {a.gate, a.up}, {a.y}, {false}, [&](const float (&x)[2], float (&y)[1]) { y[0] = glu_value(a.activation, x[0], x[1]); });
 }
 __global__ void __launch_bounds__(kThreads) glu_backward_kernel(const cpu::GluArgs a, bool fresh_gate, bool fresh_up) {
+  follow();
   each<3, 2>(a.n, {a.gate, a.up, a.dy}, {a.dgate, a.dup}, {!fresh_gate, !fresh_up}, [&](const float (&x)[3], float (&y)[2]) {
     const GluSlopes s = glu_slopes(a.activation, x[0], x[1], x[2]);
     y[0] = s.gate, y[1] = s.up;
@@ -95,10 +101,10 @@ const char* element_forward(Element kind, const cpu::ElementArgs& a, void* strea
   if (a.n == 0) return nullptr;
   const unsigned blocks = blocks_for(a.n, kThreads * kEach);
   switch (kind) {
-    case Element::add: forward_kernel<Element::add><<<blocks, kThreads, 0, stream_of(stream)>>>(a); break;
-    case Element::silu: forward_kernel<Element::silu><<<blocks, kThreads, 0, stream_of(stream)>>>(a); break;
-    case Element::sigmoid: forward_kernel<Element::sigmoid><<<blocks, kThreads, 0, stream_of(stream)>>>(a); break;
-    case Element::sigmoid_gate: forward_kernel<Element::sigmoid_gate><<<blocks, kThreads, 0, stream_of(stream)>>>(a); break;
+    case Element::add: enqueue(forward_kernel<Element::add>, blocks, kThreads, 0, stream_of(stream), a); break;
+    case Element::silu: enqueue(forward_kernel<Element::silu>, blocks, kThreads, 0, stream_of(stream), a); break;
+    case Element::sigmoid: enqueue(forward_kernel<Element::sigmoid>, blocks, kThreads, 0, stream_of(stream), a); break;
+    case Element::sigmoid_gate: enqueue(forward_kernel<Element::sigmoid_gate>, blocks, kThreads, 0, stream_of(stream), a); break;
   }
   return launched();
 }
@@ -106,24 +112,24 @@ const char* element_backward(Element kind, const cpu::ElementArgs& a, bool fresh
   if (a.n == 0) return nullptr;
   const unsigned blocks = blocks_for(a.n, kThreads * kEach);
   switch (kind) {
-    case Element::add: backward_kernel<Element::add><<<blocks, kThreads, 0, stream_of(stream)>>>(a, fresh_x, fresh_g); break;
-    case Element::silu: backward_kernel<Element::silu><<<blocks, kThreads, 0, stream_of(stream)>>>(a, fresh_x, fresh_g); break;
-    case Element::sigmoid: backward_kernel<Element::sigmoid><<<blocks, kThreads, 0, stream_of(stream)>>>(a, fresh_x, fresh_g); break;
-    case Element::sigmoid_gate: backward_kernel<Element::sigmoid_gate><<<blocks, kThreads, 0, stream_of(stream)>>>(a, fresh_x, fresh_g); break;
+    case Element::add: enqueue(backward_kernel<Element::add>, blocks, kThreads, 0, stream_of(stream), a, fresh_x, fresh_g); break;
+    case Element::silu: enqueue(backward_kernel<Element::silu>, blocks, kThreads, 0, stream_of(stream), a, fresh_x, fresh_g); break;
+    case Element::sigmoid: enqueue(backward_kernel<Element::sigmoid>, blocks, kThreads, 0, stream_of(stream), a, fresh_x, fresh_g); break;
+    case Element::sigmoid_gate: enqueue(backward_kernel<Element::sigmoid_gate>, blocks, kThreads, 0, stream_of(stream), a, fresh_x, fresh_g); break;
   }
   return launched();
 }
 const char* accumulate(float* to, const float* from, int64_t n, void* stream) {
-  if (n) accumulate_kernel<<<blocks_for(n, kThreads * kEach), kThreads, 0, stream_of(stream)>>>(to, from, n);
+  if (n) enqueue(accumulate_kernel, blocks_for(n, kThreads * kEach), kThreads, 0, stream_of(stream), to, from, n);
   return launched();
 }
 const char* glu_forward(const cpu::GluArgs& a, void* stream) {
-  if (a.n) glu_forward_kernel<<<blocks_for(a.n, kThreads * kEach), kThreads, 0, stream_of(stream)>>>(a);
+  if (a.n) enqueue(glu_forward_kernel, blocks_for(a.n, kThreads * kEach), kThreads, 0, stream_of(stream), a);
   return launched();
 }
 const char* glu_backward(const cpu::GluArgs& a, void* stream) { return glu_backward(a, false, false, stream); }
 const char* glu_backward(const cpu::GluArgs& a, bool fresh_gate, bool fresh_up, void* stream) {
-  if (a.n) glu_backward_kernel<<<blocks_for(a.n, kThreads * kEach), kThreads, 0, stream_of(stream)>>>(a, fresh_gate, fresh_up);
+  if (a.n) enqueue(glu_backward_kernel, blocks_for(a.n, kThreads * kEach), kThreads, 0, stream_of(stream), a, fresh_gate, fresh_up);
   return launched();
 }
 

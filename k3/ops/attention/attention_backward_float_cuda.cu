@@ -7,6 +7,7 @@
 // 256 threads as 16 x 16: thread (tx, ty) has rows ty + 16 i and keys tx, tx + 16 of scores, columns 4 tx + 64 j of gradients.
 #include <algorithm>
 
+#include "k3/core/enqueue.cuh"
 #include "k3/core/tile.cuh"
 #include "k3/ops/attention/attention_float_cuda.h"
 
@@ -26,6 +27,7 @@ constexpr size_t shared_bytes(int key_dim, int value_dim) {
 }
 
 __global__ void __launch_bounds__(256) row_products_kernel(const float* dy, const float* y, float* d, int64_t rows, int width) {  // 1
+  follow();
   const int64_t row = int64_t(blockIdx.x) * 8 + (threadIdx.x >> 5);
   if (row >= rows) return;
   float sum = 0.f;
@@ -107,6 +109,7 @@ struct Pair {
 
 template <int J>
 __global__ void __launch_bounds__(kThreads) keys_kernel(const AttentionArgs a) {  // 2
+  follow();
   extern __shared__ __align__(16) float shared[];
   Pair w(a, blockIdx.y, blockIdx.z, shared);
   const int64_t start = int64_t(blockIdx.x) * kKeys, all = w.s.queries * a.group;
@@ -171,6 +174,7 @@ __global__ void __launch_bounds__(kThreads) keys_kernel(const AttentionArgs a) {
 
 template <int J>
 __global__ void __launch_bounds__(kThreads) queries_kernel(const AttentionArgs a) {  // 3
+  follow();
   extern __shared__ __align__(16) float shared[];
   const cpu::QueryTile item = a.query_tiles[blockIdx.x];
   Pair w(a, item.sequence, blockIdx.y, shared);
@@ -216,6 +220,7 @@ __global__ void __launch_bounds__(kThreads) queries_kernel(const AttentionArgs a
 }
 
 __global__ void __launch_bounds__(256) shared_kernel(const AttentionArgs a) {  // 4
+  follow();
   const int64_t i = int64_t(blockIdx.x) * 256 + threadIdx.x, n = a.tokens * a.tiles.shared;
   if (i >= n) return;
   float sum = a.dshared_sum[i];
@@ -229,8 +234,8 @@ cudaError_t backward(const AttentionArgs& a, int64_t longest, cudaStream_t strea
   for (auto kernel : {keys_kernel<J>, queries_kernel<J>})
     if (cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(bytes)); e != cudaSuccess) return e;
   const unsigned heads = unsigned(a.tiles.kv_heads);
-  keys_kernel<J><<<dim3(unsigned((longest + kKeys - 1) / kKeys), unsigned(a.sequence_count), heads), kThreads, bytes, stream>>>(a);
-  queries_kernel<J><<<dim3(unsigned(a.query_tile_count), heads), kThreads, bytes, stream>>>(a);
+  enqueue(keys_kernel<J>, dim3(unsigned((longest + kKeys - 1) / kKeys), unsigned(a.sequence_count), heads), kThreads, bytes, stream, a);
+  enqueue(queries_kernel<J>, dim3(unsigned(a.query_tile_count), heads), kThreads, bytes, stream, a);
   return cudaGetLastError();
 }
 
@@ -238,13 +243,13 @@ cudaError_t backward(const AttentionArgs& a, int64_t longest, cudaStream_t strea
 
 const char* attention_row_products(const AttentionArgs& a, void* stream) {
   const int64_t rows = a.tokens * a.tiles.kv_heads * a.group;
-  if (rows) row_products_kernel<<<unsigned((rows + 7) / 8), 256, 0, cudaStream_t(stream)>>>(a.dy, a.y, a.d, rows, int(a.tiles.value));
+  if (rows) enqueue(row_products_kernel, unsigned((rows + 7) / 8), 256, 0, cudaStream_t(stream), a.dy, a.y, a.d, rows, int(a.tiles.value));
   return result(cudaGetLastError());
 }
 
 const char* attention_sum_shared(const AttentionArgs& a, void* stream) {
   const int64_t n = a.tokens * a.tiles.shared;
-  if (n) shared_kernel<<<unsigned((n + 255) / 256), 256, 0, cudaStream_t(stream)>>>(a);
+  if (n) enqueue(shared_kernel, unsigned((n + 255) / 256), 256, 0, cudaStream_t(stream), a);
   return result(cudaGetLastError());
 }
 

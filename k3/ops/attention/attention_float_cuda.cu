@@ -4,6 +4,7 @@
 // rows, or 16 where every sequence has so few (decode), and a kv head; the longest first.
 #include <algorithm>
 
+#include "k3/core/enqueue.cuh"
 #include "k3/ops/attention/attend_float.cuh"
 #include "k3/ops/attention/attention_float_cuda.h"
 
@@ -24,6 +25,7 @@ __device__ int64_t keys_at(const cpu::KeyTiles& t, int64_t g) { return kKeyTile 
 __device__ int64_t values_at(const cpu::KeyTiles& t, int64_t g) { return keys_at(t, g) + kKeyTile * t.own; }
 
 __global__ void __launch_bounds__(256) append_kernel(const AttentionArgs a) {
+  follow();
   __shared__ float x[32][33];
   const AttentionSequence s = a.sequences[blockIdx.y];
   const cpu::KeyTiles t = a.tiles;
@@ -56,6 +58,7 @@ __global__ void __launch_bounds__(256) append_kernel(const AttentionArgs a) {
 
 template <int R, int J>
 __global__ void __launch_bounds__(kAttendThreads, R* J <= 8 ? 2 : 1) attend_kernel(const AttentionArgs a, const int64_t t0, const int64_t t1) {
+  follow();
   extern __shared__ __align__(16) float shared[];
   const cpu::QueryTile item = a.query_tiles[blockIdx.x];
   const AttentionSequence s = a.sequences[item.sequence];
@@ -109,6 +112,7 @@ __global__ void __launch_bounds__(kAttendThreads, R* J <= 8 ? 2 : 1) attend_kern
 }
 
 __global__ void __launch_bounds__(256) max_logit_kernel(const float* m, const int32_t* rows, int64_t row_count, int64_t heads, float* out) {
+  follow();
   __shared__ float part[8];
   float top = -INFINITY;
   for (int64_t r = threadIdx.x; r < row_count; r += 256) top = fmaxf(top, m[rows[r] * heads + blockIdx.x]);
@@ -122,6 +126,7 @@ __global__ void __launch_bounds__(256) max_logit_kernel(const float* m, const in
 }
 
 __global__ void __launch_bounds__(256) latent_append_kernel(const AttentionArgs a, const float* c, int64_t rank, const float* k_pe, int64_t rope) {
+  follow();
   const AttentionSequence s = a.sequences[blockIdx.y];
   const int64_t i = int64_t(blockIdx.x) * 8 + (threadIdx.x >> 5), at = s.first + i;
   if (i >= s.queries) return;
@@ -132,6 +137,7 @@ __global__ void __launch_bounds__(256) latent_append_kernel(const AttentionArgs 
 
 __global__ void __launch_bounds__(256) latent_gather_kernel(float* const* blocks, int64_t first, int64_t n, float* latents, int64_t rank, float* shared,
                                                             int64_t rope) {
+  follow();
   const int64_t i = int64_t(blockIdx.x) * 8 + (threadIdx.x >> 5), at = first + i;
   if (i >= n) return;
   const float* from = blocks[at / kKeyTile] + at % kKeyTile * (rank + rope);
@@ -143,7 +149,7 @@ const char* attend(const AttentionArgs& a, int64_t t0, int64_t t1, cudaStream_t 
   const size_t bytes = attend_shared_bytes(16 * R, int(a.tiles.own + a.tiles.shared), J);
   cudaError_t e = cudaFuncSetAttribute(attend_kernel<R, J>, cudaFuncAttributeMaxDynamicSharedMemorySize, int(bytes));
   if (e != cudaSuccess) return cudaGetErrorString(e);
-  attend_kernel<R, J><<<dim3(unsigned(a.query_tile_count), unsigned(a.tiles.kv_heads)), kAttendThreads, bytes, stream>>>(a, t0, t1);
+  enqueue(attend_kernel<R, J>, dim3(unsigned(a.query_tile_count), unsigned(a.tiles.kv_heads)), kAttendThreads, bytes, stream, a, t0, t1);
   return result();
 }
 
@@ -152,7 +158,7 @@ const char* attend(const AttentionArgs& a, int64_t t0, int64_t t1, cudaStream_t 
 const char* attention_append(const AttentionArgs& a, int64_t longest, void* stream) {
   if (a.sequence_count > 65535 || a.tiles.kv_heads >= 65535) return "[attention] the GPU takes up to 65535 sequences and kv heads in a call";
   if (longest == 0 || a.sequence_count == 0) return nullptr;
-  append_kernel<<<dim3(unsigned((longest + 31) / 32), unsigned(a.sequence_count), unsigned(a.tiles.kv_heads + 1)), 256, 0, cudaStream_t(stream)>>>(a);
+  enqueue(append_kernel, dim3(unsigned((longest + 31) / 32), unsigned(a.sequence_count), unsigned(a.tiles.kv_heads + 1)), 256, 0, cudaStream_t(stream), a);
   return result();
 }
 
@@ -174,20 +180,20 @@ const char* attention_forward(const AttentionArgs& a, int64_t longest, int64_t t
 
 const char* attention_max_logit(const AttentionArgs& a, int64_t row_count, float* out, void* stream) {
   const int64_t heads = a.tiles.kv_heads * a.group;
-  max_logit_kernel<<<unsigned(heads), 256, 0, cudaStream_t(stream)>>>(a.m, a.rows, row_count, heads, out);
+  enqueue(max_logit_kernel, unsigned(heads), 256, 0, cudaStream_t(stream), a.m, a.rows, row_count, heads, out);
   return result();
 }
 
 const char* latent_append(const AttentionArgs& a, int64_t longest, const float* c, int64_t rank, const float* k_pe, int64_t rope, void* stream) {
   if (a.sequence_count > 65535) return "[attention] the GPU takes up to 65535 sequences in a call";
   if (longest == 0 || a.sequence_count == 0) return nullptr;
-  latent_append_kernel<<<dim3(unsigned((longest + 7) / 8), unsigned(a.sequence_count)), 256, 0, cudaStream_t(stream)>>>(a, c, rank, k_pe, rope);
+  enqueue(latent_append_kernel, dim3(unsigned((longest + 7) / 8), unsigned(a.sequence_count)), 256, 0, cudaStream_t(stream), a, c, rank, k_pe, rope);
   return result();
 }
 
 const char* latent_gather(float* const* blocks, int64_t first, int64_t n, float* latents, int64_t rank, float* shared, int64_t rope, void* stream) {
   if (n == 0) return nullptr;
-  latent_gather_kernel<<<unsigned((n + 7) / 8), 256, 0, cudaStream_t(stream)>>>(blocks, first, n, latents, rank, shared, rope);
+  enqueue(latent_gather_kernel, unsigned((n + 7) / 8), 256, 0, cudaStream_t(stream), blocks, first, n, latents, rank, shared, rope);
   return result();
 }
 

@@ -1,4 +1,4 @@
-#include "k3/core/block.cuh"
+#include "k3/core/enqueue.cuh"
 #include "k3/core/tile.cuh"
 #include "k3/ops/attention/gather_cuda.h"
 
@@ -9,6 +9,7 @@ using cpu::kKeyTile;
 
 // A block is 32 keys of one head, or of the shared channels (the last). Keys lie transposed in their tile: 32 x 32 of them are turned at a time.
 __global__ void __launch_bounds__(256) gather_kernel(const TilesGather a) {
+  follow();
   __shared__ float x[32][33];
   const cpu::KeyTiles& t = a.tiles;
   const int64_t first = int64_t(blockIdx.x) * 32, g = blockIdx.y;
@@ -35,7 +36,7 @@ __global__ void __launch_bounds__(256) gather_kernel(const TilesGather a) {
 
 const char* gather_tiles(const TilesGather& a, void* stream) {
   if (a.keys == 0) return nullptr;
-  gather_kernel<<<dim3(blocks_for(a.keys, 32), unsigned(a.heads) + (a.shared ? 1 : 0)), 256, 0, stream_of(stream)>>>(a);
+  enqueue(gather_kernel, dim3(blocks_for(a.keys, 32), unsigned(a.heads) + (a.shared ? 1 : 0)), 256, 0, stream_of(stream), a);
   return launched();
 }
 

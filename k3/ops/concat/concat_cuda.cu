@@ -1,5 +1,5 @@
 // A thread an element forward; backward a thread has the same column of both, so that a may be b. Bound by memory.
-#include "k3/core/block.cuh"
+#include "k3/core/enqueue.cuh"
 #include "k3/ops/concat/concat_cuda.h"
 
 namespace k3::cuda {
@@ -8,6 +8,7 @@ namespace {
 constexpr int kThreads = 256;
 
 __global__ void __launch_bounds__(kThreads) forward_kernel(const ConcatArgs c) {
+  follow();
   const int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x, width = c.p + c.q;
   if (i >= c.n * width) return;
   const int64_t row = i / width, column = i % width;
@@ -15,6 +16,7 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(const ConcatArgs c) {
 }
 
 __global__ void __launch_bounds__(kThreads) backward_kernel(const ConcatArgs c, int64_t wider) {
+  follow();
   const int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x;
   if (i >= c.n * wider) return;
   const int64_t row = i / wider, column = i % wider;
@@ -27,12 +29,12 @@ __global__ void __launch_bounds__(kThreads) backward_kernel(const ConcatArgs c, 
 
 const char* concat_forward(const ConcatArgs& c, void* stream) {
   const int64_t n = c.n * (c.p + c.q);
-  if (n) forward_kernel<<<blocks_for(n, kThreads), kThreads, 0, stream_of(stream)>>>(c);
+  if (n) enqueue(forward_kernel, blocks_for(n, kThreads), kThreads, 0, stream_of(stream), c);
   return launched();
 }
 const char* concat_backward(const ConcatArgs& c, void* stream) {
   const int64_t wider = c.p > c.q ? c.p : c.q;
-  if (c.n * wider) backward_kernel<<<blocks_for(c.n * wider, kThreads), kThreads, 0, stream_of(stream)>>>(c, wider);
+  if (c.n * wider) enqueue(backward_kernel, blocks_for(c.n * wider, kThreads), kThreads, 0, stream_of(stream), c, wider);
   return launched();
 }
 

@@ -1,6 +1,6 @@
 // Bound by memory; neighbours' rows come from the cache. One chain over the taps, oldest first, as on the CPU. Backward: dy times SiLU's slope
 // once; the thread of a row of x gathers from the rows that read it, newest tap first, so dx has one owner. dw: a block sums kConvChunk rows, its eight warps every eighth of them; then the blocks in order.
-#include "k3/core/block.cuh"
+#include "k3/core/enqueue.cuh"
 #include "k3/core/four.cuh"
 #include "k3/ops/conv/conv_float_cuda.h"
 
@@ -28,6 +28,7 @@ __device__ __forceinline__ float convolved(const ConvArgs& a, const int32_t* tap
 __device__ __forceinline__ float slope(float sum, float dy) { return dy * exact_sigmoid(sum) * (1.f + sum * exact_sigmoid(-sum)); }
 
 __global__ void __launch_bounds__(kThreads) forward_kernel(const __grid_constant__ Convs all) {
+  follow();
   const ConvArgs& a = all.of[blockIdx.z];
   const int64_t c = int64_t(blockIdx.y) * kThreads + threadIdx.x, n = blockIdx.x;
   if (c >= a.channels) return;
@@ -40,7 +41,7 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(const __grid_constant
   a.y[n * a.channels + c] = y;
 }
 
-// ---- width 4, the published one: four channels a thread, kRows rows after another, all of a row's loads before its sums ---------------------------
+// ---- width 4, the published one: four channels a thread of kRows rows, whose loads do not wait for stores ---------------------------
 constexpr int kRows = 4;
 struct Taps4 {
   float4 of[4];  // w of channel i
@@ -62,54 +63,71 @@ __device__ __forceinline__ float4 convolved4(const ConvArgs& a, const int4 tap, 
   return make_float4(sum(w.of[0], x[0].x, x[1].x, x[2].x, x[3].x), sum(w.of[1], x[0].y, x[1].y, x[2].y, x[3].y),
                      sum(w.of[2], x[0].z, x[1].z, x[2].z, x[3].z), sum(w.of[3], x[0].w, x[1].w, x[2].w, x[3].w));
 }
+struct Share4 {  // a thread's channels and its first row: threads run along the channels, then along the rows
+  int64_t c, first;
+  __device__ __forceinline__ explicit Share4(const ConvArgs& a) {
+    const int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x, fours = a.channels / 4;
+    c = i % fours * 4, first = i / fours * kRows;
+  }
+};
+unsigned blocks4(const ConvArgs& a) { return blocks_for((a.rows + kRows - 1) / kRows * (a.channels / 4), kThreads); }
 template <bool kSlopes>  // y, or dy times the slope
 __global__ void __launch_bounds__(kThreads) forward4_kernel(const __grid_constant__ Convs all, float* slopes) {
+  follow();
   const ConvArgs& a = all.of[blockIdx.z];
   if (kSlopes) slopes += blockIdx.z * a.rows * a.channels;
-  const int64_t c = (int64_t(blockIdx.y) * kThreads + threadIdx.x) * 4, first = int64_t(blockIdx.x) * kRows;
-  if (c >= a.channels) return;
+  const Share4 t(a);
+  const int64_t c = t.c, first = t.first;
+  if (first >= a.rows) return;
   const Taps4 w = taps_of(a, c);
+  float4 y[kRows];
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     const int64_t n = first + r;
-    if (n >= a.rows) return;
+    y[r] = zero4();
+    if (n >= a.rows) continue;
     const int4 tap = *reinterpret_cast<const int4*>(a.taps + n * 4);
-    float4 y = zero4();
-    if (tap.w != cpu::kConvPadding) {
-      const float4 x = convolved4(a, tap, w, c);
-      if constexpr (kSlopes) {
-        y = each4(slope, x, load4(a.dy + n * a.channels + c));
-      } else {
-        y = each4([](float x) { return x * exact_sigmoid(x); }, x);
-      }
+    if (tap.w == cpu::kConvPadding) continue;
+    const float4 x = convolved4(a, tap, w, c);
+    if constexpr (kSlopes) {
+      y[r] = each4(slope, x, load4(a.dy + n * a.channels + c));
+    } else {
+      y[r] = each4([](float x) { return x * exact_sigmoid(x); }, x);
     }
-    *reinterpret_cast<float4*>((kSlopes ? slopes : a.y) + n * a.channels + c) = y;
   }
+#pragma unroll
+  for (int r = 0; r < kRows; ++r)
+    if (first + r < a.rows) *reinterpret_cast<float4*>((kSlopes ? slopes : a.y) + (first + r) * a.channels + c) = y[r];
 }
 __global__ void __launch_bounds__(kThreads) dx4_kernel(const __grid_constant__ Convs all, const float* slopes, const int32_t* readers) {
+  follow();
   const ConvArgs& a = all.of[blockIdx.z];
   const bool fresh = all.fresh[blockIdx.z];
   slopes += blockIdx.z * a.rows * a.channels;
-  const int64_t c = (int64_t(blockIdx.y) * kThreads + threadIdx.x) * 4, first = int64_t(blockIdx.x) * kRows;
-  if (c >= a.channels) return;
+  const Share4 t(a);
+  const int64_t c = t.c, first = t.first;
+  if (first >= a.rows) return;
   const Taps4 w = taps_of(a, c);
+  float4 dx[kRows];
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     const int64_t n = first + r;
-    if (n >= a.rows) return;
+    dx[r] = zero4();
+    if (n >= a.rows) continue;
     const int4 reader = *reinterpret_cast<const int4*>(readers + n * 4);
-    float4* to = reinterpret_cast<float4*>(a.dx + n * a.channels + c);
     auto read = [&](int32_t row) { return row >= 0 ? load4(slopes + row * a.channels + c) : zero4(); };
-    const float4 d[4] = {read(reader.x), read(reader.y), read(reader.z), read(reader.w)};
-    float4 dx = fresh ? zero4() : *to;
+    const float4 d[4] = {read(reader.x), read(reader.y), read(reader.z), read(reader.w)}, old = fresh ? zero4() : load4(a.dx + n * a.channels + c);
     auto sum = [&](const float4& k, float old, float p, float q, float r, float s) { return fmaf(k.x, p, fmaf(k.y, q, fmaf(k.z, r, fmaf(k.w, s, old)))); };
-    dx.x = sum(w.of[0], dx.x, d[0].x, d[1].x, d[2].x, d[3].x), dx.y = sum(w.of[1], dx.y, d[0].y, d[1].y, d[2].y, d[3].y);
-    dx.z = sum(w.of[2], dx.z, d[0].z, d[1].z, d[2].z, d[3].z), dx.w = sum(w.of[3], dx.w, d[0].w, d[1].w, d[2].w, d[3].w);
-    *to = dx;
+    dx[r] = make_float4(sum(w.of[0], old.x, d[0].x, d[1].x, d[2].x, d[3].x), sum(w.of[1], old.y, d[0].y, d[1].y, d[2].y, d[3].y),
+                        sum(w.of[2], old.z, d[0].z, d[1].z, d[2].z, d[3].z), sum(w.of[3], old.w, d[0].w, d[1].w, d[2].w, d[3].w));
   }
+#pragma unroll
+  for (int r = 0; r < kRows; ++r)
+    if (first + r < a.rows) *reinterpret_cast<float4*>(a.dx + (first + r) * a.channels + c) = dx[r];
 }
 // A block is kConvChunk rows of 128 channels; a warp sums sixteen rows that follow each other.
 __global__ void __launch_bounds__(32 * kRowLanes) dw4_kernel(const __grid_constant__ Convs all, const float* slopes, float* partial) {
+  follow();
   const ConvArgs& a = all.of[blockIdx.z];
   if (!a.dw) return;
   slopes += blockIdx.z * a.rows * a.channels, partial += blockIdx.z * gridDim.y * a.channels * 4;
@@ -142,6 +160,7 @@ __global__ void __launch_bounds__(32 * kRowLanes) dw4_kernel(const __grid_consta
 bool fours(const ConvArgs& a) { return a.width == 4 && a.channels % 4 == 0; }
 
 __global__ void __launch_bounds__(kThreads) slopes_kernel(const __grid_constant__ Convs all, float* slopes) {
+  follow();
   const ConvArgs& a = all.of[blockIdx.z];
   slopes += blockIdx.z * a.rows * a.channels;
   const int64_t c = int64_t(blockIdx.y) * kThreads + threadIdx.x, n = blockIdx.x;
@@ -151,6 +170,7 @@ __global__ void __launch_bounds__(kThreads) slopes_kernel(const __grid_constant_
 }
 
 __global__ void __launch_bounds__(kThreads) dx_kernel(const __grid_constant__ Convs all, const float* slopes, const int32_t* readers) {
+  follow();
   const ConvArgs& a = all.of[blockIdx.z];
   slopes += blockIdx.z * a.rows * a.channels;
   const int64_t c = int64_t(blockIdx.y) * kThreads + threadIdx.x, r = blockIdx.x;
@@ -164,6 +184,7 @@ __global__ void __launch_bounds__(kThreads) dx_kernel(const __grid_constant__ Co
 }
 
 __global__ void __launch_bounds__(32 * kRowLanes) dw_kernel(const __grid_constant__ Convs all, const float* slopes, float* partial) {
+  follow();
   const ConvArgs& a = all.of[blockIdx.z];
   if (!a.dw) return;
   slopes += blockIdx.z * a.rows * a.channels, partial += blockIdx.z * gridDim.y * a.channels * a.width;
@@ -193,6 +214,7 @@ __global__ void __launch_bounds__(32 * kRowLanes) dw_kernel(const __grid_constan
   }
 }
 __global__ void __launch_bounds__(kThreads) join_kernel(const __grid_constant__ Convs all, const float* partial, int64_t chunks, int64_t n) {
+  follow();
   const int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x;
   float* dw = all.of[blockIdx.z].dw;
   if (i >= n || !dw) return;
@@ -204,6 +226,7 @@ __global__ void __launch_bounds__(kThreads) join_kernel(const __grid_constant__ 
 }
 
 __global__ void __launch_bounds__(kThreads) remember_kernel(const float* x, float* state, int64_t channels, const int32_t* moves) {
+  follow();
   const int64_t c = int64_t(blockIdx.y) * kThreads + threadIdx.x, i = blockIdx.x;
   if (c < channels) state[moves[2 * i] * channels + c] = x[moves[2 * i + 1] * channels + c];
 }
@@ -216,9 +239,9 @@ const char* conv_silu_forward(const Convs& all, void* stream) {
   const cudaStream_t s = stream_of(stream);
   const unsigned count = unsigned(all.count);
   if (fours(a))
-    forward4_kernel<false><<<dim3(blocks_for(a.rows, kRows), blocks_for(a.channels, 4 * kThreads), count), kThreads, 0, s>>>(all, nullptr);
+    enqueue(forward4_kernel<false>, dim3(blocks4(a), 1, count), kThreads, 0, s, all, nullptr);
   else
-    forward_kernel<<<dim3(unsigned(a.rows), blocks_for(a.channels, kThreads), count), kThreads, 0, s>>>(all);
+    enqueue(forward_kernel, dim3(unsigned(a.rows), blocks_for(a.channels, kThreads), count), kThreads, 0, s, all);
   return launched();
 }
 
@@ -229,23 +252,23 @@ const char* conv_silu_backward(const Convs& all, float* slopes, const int32_t* r
   const unsigned count = unsigned(all.count);
   const int64_t chunks = conv_chunks(a.rows), n = a.channels * a.width;
   if (fours(a)) {
-    const dim3 blocks(blocks_for(a.rows, kRows), blocks_for(a.channels, 4 * kThreads), count);
-    forward4_kernel<true><<<blocks, kThreads, 0, s>>>(all, slopes);
-    dx4_kernel<<<blocks, kThreads, 0, s>>>(all, slopes, readers);
-    if (partial) dw4_kernel<<<dim3(blocks_for(a.channels, 128), unsigned(chunks), count), 32 * kRowLanes, 0, s>>>(all, slopes, partial);
+    const dim3 blocks(blocks4(a), 1, count);
+    enqueue(forward4_kernel<true>, blocks, kThreads, 0, s, all, slopes);
+    enqueue(dx4_kernel, blocks, kThreads, 0, s, all, slopes, readers);
+    if (partial) enqueue(dw4_kernel, dim3(blocks_for(a.channels, 128), unsigned(chunks), count), 32 * kRowLanes, 0, s, all, slopes, partial);
   } else {
     const dim3 elements(unsigned(a.rows), blocks_for(a.channels, kThreads), count);
-    slopes_kernel<<<elements, kThreads, 0, s>>>(all, slopes);
-    dx_kernel<<<elements, kThreads, 0, s>>>(all, slopes, readers);
-    if (partial) dw_kernel<<<dim3(blocks_for(a.channels, 32), unsigned(chunks), count), 32 * kRowLanes, 0, s>>>(all, slopes, partial);
+    enqueue(slopes_kernel, elements, kThreads, 0, s, all, slopes);
+    enqueue(dx_kernel, elements, kThreads, 0, s, all, slopes, readers);
+    if (partial) enqueue(dw_kernel, dim3(blocks_for(a.channels, 32), unsigned(chunks), count), 32 * kRowLanes, 0, s, all, slopes, partial);
   }
-  if (partial) join_kernel<<<dim3(blocks_for(n, kThreads), 1, count), kThreads, 0, s>>>(all, partial, chunks, n);
+  if (partial) enqueue(join_kernel, dim3(blocks_for(n, kThreads), 1, count), kThreads, 0, s, all, partial, chunks, n);
   return launched();
 }
 
 const char* conv_remember(const float* x, float* state, int64_t channels, const int32_t* moves, int64_t n, void* stream) {
   if (n == 0 || channels == 0) return nullptr;
-  remember_kernel<<<dim3(unsigned(n), blocks_for(channels, kThreads)), kThreads, 0, stream_of(stream)>>>(x, state, channels, moves);
+  enqueue(remember_kernel, dim3(unsigned(n), blocks_for(channels, kThreads)), kThreads, 0, stream_of(stream), x, state, channels, moves);
   return launched();
 }
 

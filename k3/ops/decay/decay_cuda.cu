@@ -1,6 +1,6 @@
 // Bound by memory. Backward: a block has 32 channels of kDecayChunk rows, of which its eight warps take every eighth; then the blocks' sums are
 // added in order, and the heads add their channels in order.
-#include "k3/core/block.cuh"
+#include "k3/core/enqueue.cuh"
 #include "k3/ops/decay/decay_cuda.h"
 
 namespace k3::cuda {
@@ -24,6 +24,7 @@ __device__ __forceinline__ float gate(const cpu::DecayArgs& a, float rate, float
 
 template <Decay kind>
 __global__ void __launch_bounds__(kThreads) forward_kernel(const cpu::DecayArgs a) {
+  follow();
   const int64_t width = a.heads * a.dim, i = int64_t(blockIdx.x) * kThreads + threadIdx.x;
   if (i >= a.rows * width) return;
   const int64_t channel = i % width;
@@ -32,6 +33,7 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(const cpu::DecayArgs 
 
 template <Decay kind>
 __global__ void __launch_bounds__(kThreads) backward_kernel(const cpu::DecayArgs a, float* partial) {
+  follow();
   __shared__ float part[2][kRowLanes][33];
   const int c = threadIdx.x & 31, lane = threadIdx.x >> 5;
   const int64_t width = a.heads * a.dim, i = int64_t(blockIdx.x) * 32 + c;
@@ -61,6 +63,7 @@ __global__ void __launch_bounds__(kThreads) backward_kernel(const cpu::DecayArgs
 }
 
 __global__ void __launch_bounds__(128) join_kernel(const cpu::DecayArgs a, const float* partial, int64_t chunks) {
+  follow();
   const int64_t width = a.heads * a.dim, i = int64_t(blockIdx.x) * 128 + threadIdx.x;
   if (i >= width) return;
   float dbias = 0.f, dA = 0.f;
@@ -71,6 +74,7 @@ __global__ void __launch_bounds__(128) join_kernel(const cpu::DecayArgs a, const
 }
 
 __global__ void __launch_bounds__(128) head_kernel(const cpu::DecayArgs a) {
+  follow();
   const int64_t h = int64_t(blockIdx.x) * 128 + threadIdx.x;
   if (h >= a.heads) return;
   float sum = 0.f;
@@ -83,8 +87,8 @@ __global__ void __launch_bounds__(128) head_kernel(const cpu::DecayArgs a) {
 const char* decay_forward(Decay kind, const cpu::DecayArgs& a, void* stream) {
   const int64_t n = a.rows * a.heads * a.dim;
   if (n == 0) return nullptr;
-  if (kind == Decay::bounded) forward_kernel<Decay::bounded><<<blocks_for(n, kThreads), kThreads, 0, stream_of(stream)>>>(a);
-  else forward_kernel<Decay::softplus><<<blocks_for(n, kThreads), kThreads, 0, stream_of(stream)>>>(a);
+  if (kind == Decay::bounded) enqueue(forward_kernel<Decay::bounded>, blocks_for(n, kThreads), kThreads, 0, stream_of(stream), a);
+  else enqueue(forward_kernel<Decay::softplus>, blocks_for(n, kThreads), kThreads, 0, stream_of(stream), a);
   return launched();
 }
 const char* decay_backward(Decay kind, const cpu::DecayArgs& a, float* partial, void* stream) {
@@ -92,10 +96,10 @@ const char* decay_backward(Decay kind, const cpu::DecayArgs& a, float* partial, 
   if (width == 0 || a.rows == 0) return nullptr;
   const int64_t chunks = decay_chunks(a.rows);
   const dim3 grid(blocks_for(width, 32), unsigned(chunks));
-  if (kind == Decay::bounded) backward_kernel<Decay::bounded><<<grid, kThreads, 0, stream_of(stream)>>>(a, partial);
-  else backward_kernel<Decay::softplus><<<grid, kThreads, 0, stream_of(stream)>>>(a, partial);
-  join_kernel<<<blocks_for(width, 128), 128, 0, stream_of(stream)>>>(a, partial, chunks);
-  if (a.dA_log) head_kernel<<<blocks_for(a.heads, 128), 128, 0, stream_of(stream)>>>(a);
+  if (kind == Decay::bounded) enqueue(backward_kernel<Decay::bounded>, grid, kThreads, 0, stream_of(stream), a, partial);
+  else enqueue(backward_kernel<Decay::softplus>, grid, kThreads, 0, stream_of(stream), a, partial);
+  enqueue(join_kernel, blocks_for(width, 128), 128, 0, stream_of(stream), a, partial, chunks);
+  if (a.dA_log) enqueue(head_kernel, blocks_for(a.heads, 128), 128, 0, stream_of(stream), a);
   return launched();
 }
 

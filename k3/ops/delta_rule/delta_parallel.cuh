@@ -16,6 +16,7 @@
 // accumulators, which are the next step's left operand as they are; P and K~^T U' lie in the order of its fragments and come by bulk copies, some
 // chunks ahead. 3 results or gradients: a block a (chunk, head).
 // Precision: gates, decays, substitution, memories float32; operands tf32, or two of them.
+#include "k3/core/enqueue.cuh"
 #include "k3/core/tile.cuh"
 #include "k3/ops/delta_rule/delta_parallel_cuda.h"
 
@@ -208,6 +209,7 @@ struct Prepared : Chunk<K> {
 
 template <int K, bool kExact, bool kBack>
 __global__ void __launch_bounds__(kThreads<K>) prepare_kernel(const __grid_constant__ DeltaParallel p) {
+  follow();
   extern __shared__ __align__(16) float shared[];
   Prepared<K>& x = *reinterpret_cast<Prepared<K>*>(shared);
   const DeltaArgs& a = p.a;
@@ -285,6 +287,7 @@ struct Scan {
 
 template <int K, bool kExact, bool kBack>
 __global__ void __launch_bounds__(Scan<K>::kWarps * 32 + 32) scan_kernel(const __grid_constant__ DeltaParallel p) {
+  follow();
   using Scan = Scan<K>;
   extern __shared__ __align__(128) char memory[];
   Scan& s = *reinterpret_cast<Scan*>(memory);
@@ -375,7 +378,7 @@ __global__ void __launch_bounds__(Scan<K>::kWarps * 32 + 32) scan_kernel(const _
 template <class... Args>
 cudaError_t launch(void (*kernel)(Args...), dim3 grid, int threads, int bytes, void* stream, const DeltaParallel& p) {
   if (cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes); e != cudaSuccess) return e;
-  kernel<<<grid, threads, bytes, static_cast<cudaStream_t>(stream)>>>(p);
+  enqueue(kernel, grid, threads, bytes, static_cast<cudaStream_t>(stream), p);
   return cudaGetLastError();
 }
 

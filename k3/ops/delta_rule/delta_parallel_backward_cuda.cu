@@ -1,4 +1,5 @@
 // Backward of delta_parallel.cuh: 3, gradients.
+#include "k3/core/enqueue.cuh"
 #include "k3/ops/delta_rule/delta_parallel.cuh"
 
 namespace k3::cuda {
@@ -17,6 +18,7 @@ struct Gradients : Chunk<K> {
 // dk = row + column   dG = q dq + k (row - column)   dG_31 += 2^{G_31} rowsum(S D) + sum_j k_j 2^{G_31 - G_j} (U D^T)_j   dg_t = sum_{i >= t} dG_i
 template <int K, bool kExact>
 __global__ void __launch_bounds__(kThreads<K>) gradients_kernel(const __grid_constant__ DeltaParallel p) {
+  follow();
   extern __shared__ __align__(16) float shared[];
   Gradients<K>& x = *reinterpret_cast<Gradients<K>*>(shared);
   const DeltaArgs& a = p.a;

@@ -1,4 +1,5 @@
 // Forward of delta_parallel.cuh: 3, results.
+#include "k3/core/enqueue.cuh"
 #include "k3/ops/delta_rule/delta_parallel.cuh"
 
 namespace k3::cuda {
@@ -6,6 +7,7 @@ namespace {
 
 template <int K, bool kExact>
 __global__ void __launch_bounds__(kThreads<K>) results_kernel(const __grid_constant__ DeltaParallel p) {
+  follow();
   const DeltaArgs& a = p.a;
   const Place place(p);
   const float* z = Work<K>(p, blockIdx.x, place.head).z;

@@ -2,7 +2,7 @@
 // kDepthMixBlock tokens in order; then the blocks' sums are added in order.
 #include <algorithm>
 
-#include "k3/core/block.cuh"
+#include "k3/core/enqueue.cuh"
 #include "k3/core/four.cuh"
 #include "k3/core/tile.cuh"
 #include "k3/ops/depth_mix/depth_mix_float_cuda.h"
@@ -56,6 +56,7 @@ __device__ __forceinline__ void load_u(Row<Q>& u, const DepthMixArgs& a, int qua
 
 template <int Q>
 __global__ void __launch_bounds__(256) rows_forward_kernel(const DepthMixArgs a, const Sources s) {
+  follow();
   const int64_t t = int64_t(blockIdx.x) * 8 + (threadIdx.x >> 5);
   if (t >= a.rows) return;
   const int n = int(a.n), quads = int(a.d / 4), lane = threadIdx.x & 31;
@@ -90,6 +91,7 @@ constexpr int kBackRows = 16;  // tokens of a block, and the grain of du's sum
 
 template <int Q>
 __global__ void __launch_bounds__(256, 2) rows_backward_kernel(const DepthMixArgs a, const Sources s, const Gradients g) {
+  follow();
   extern __shared__ float4 sums[];  // (8, d / 4)
   const int n = int(a.n), quads = int(a.d / 4), lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const int64_t first = int64_t(blockIdx.x) * kBackRows, end = min(a.rows, first + kBackRows);
@@ -114,15 +116,20 @@ __global__ void __launch_bounds__(256, 2) rows_backward_kernel(const DepthMixArg
       const float weight = a.a[at], r = a.r[at], dr = weight * (dot[i] - mean) * r, back = -dr * a.s[at] * r / float(a.d);
       v.load(s.v[i] + t * a.d, quads);
       du.add(dr, v);
-      float* dv = g.dv[i] + t * a.d;
 #pragma unroll
-      for (int j = 0; j < Q; ++j) {
-        const int c = j * 32 + lane;
-        if (c >= quads) continue;
-        const float4 w = reinterpret_cast<const float4*>(a.w)[c], q = reinterpret_cast<const float4*>(a.query)[c];
-        const float4 old = g.fresh[i] ? zero4() : reinterpret_cast<const float4*>(dv)[c];
-        reinterpret_cast<float4*>(dv)[c] = each4(
-            [&](float old, float w, float q, float dh, float v) { return old + fmaf(weight, dh, fmaf(dr, w * q, back * v)); }, old, w, q, dh.x[j], v.x[j]);
+      for (int j = 0; j < Q; ++j)  // v becomes what is added
+        v.x[j] = each4([&](float w, float q, float dh, float v) { return fmaf(weight, dh, fmaf(dr, w * q, back * v)); }, four_of(a.w, j * 32 + lane, quads),
+                       four_of(a.query, j * 32 + lane, quads), dh.x[j], v.x[j]);
+      float4* dv = reinterpret_cast<float4*>(g.dv[i] + t * a.d);
+      constexpr int kTogether = Q < 4 ? Q : 4;  // so many loads are on their way before the first is stored
+#pragma unroll
+      for (int j0 = 0; j0 < Q; j0 += kTogether) {
+        float4 old[kTogether];
+#pragma unroll
+        for (int j = 0; j < kTogether; ++j) old[j] = g.fresh[i] ? zero4() : four_of(g.dv[i] + t * a.d, (j0 + j) * 32 + lane, quads);
+#pragma unroll
+        for (int j = 0; j < kTogether; ++j)
+          if (const int c = (j0 + j) * 32 + lane; c < quads) dv[c] = plus4(old[j], v.x[j0 + j]);
       }
     }
   }
@@ -165,6 +172,7 @@ struct Share {
 };
 
 __global__ void __launch_bounds__(kThreads) wide_forward_kernel(const DepthMixArgs a, const Sources s) {
+  follow();
   __shared__ float warps[kThreads / 32][2 * kMany], all[2 * kMany];
   const int n = int(a.n), quads = int(a.d / 4);
   for (int64_t t = blockIdx.x; t < a.rows; t += gridDim.x) {
@@ -217,6 +225,7 @@ __global__ void __launch_bounds__(kThreads) wide_forward_kernel(const DepthMixAr
 
 // A block is kBackRows tokens; a thread keeps its channels' share of du over them.
 __global__ void __launch_bounds__(kThreads, 2) wide_backward_kernel(const DepthMixArgs a, const Sources s, const Gradients g) {
+  follow();
   __shared__ float warps[kThreads / 32][2 * kMany], all[2 * kMany];
   const int n = int(a.n), quads = int(a.d / 4);
   const int64_t first = int64_t(blockIdx.x) * kBackRows, end = min(a.rows, first + kBackRows);
@@ -260,6 +269,7 @@ __global__ void __launch_bounds__(kThreads, 2) wide_backward_kernel(const DepthM
 }
 
 __global__ void __launch_bounds__(kThreads) forward_kernel(const DepthMixArgs a, const Sources s) {
+  follow();
   __shared__ float part[33], weight[kDepthMixSources];
   const int64_t t = blockIdx.x;
   const int n = int(a.n);
@@ -291,6 +301,7 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(const DepthMixArgs a,
 
 // ds (t, i) = a_i (v_i . dh - sum_j a_j v_j . dh)
 __global__ void __launch_bounds__(kThreads) score_kernel(const DepthMixArgs a, const Sources s) {
+  follow();
   __shared__ float part[33], ds[kDepthMixSources];
   const int64_t t = blockIdx.x;
   const int n = int(a.n);
@@ -308,6 +319,7 @@ __global__ void __launch_bounds__(kThreads) score_kernel(const DepthMixArgs a, c
 
 // A thread has one column of kDepthMixBlock tokens.
 __global__ void __launch_bounds__(128) backward_kernel(const DepthMixArgs a, const Sources s, const Gradients g) {
+  follow();
   const int64_t c = int64_t(blockIdx.y) * 128 + threadIdx.x, first = int64_t(blockIdx.x) * cpu::kDepthMixBlock;
   if (c >= a.d) return;
   const int64_t end = min(a.rows, first + cpu::kDepthMixBlock);
@@ -329,6 +341,7 @@ __global__ void __launch_bounds__(128) backward_kernel(const DepthMixArgs a, con
 }
 
 __global__ void __launch_bounds__(256) join_kernel(const DepthMixArgs a, int64_t blocks) {
+  follow();
   __shared__ float part[8][33];
   const int column = threadIdx.x & 31, lane = threadIdx.x >> 5;
   const int64_t c = int64_t(blockIdx.x) * 32 + column;
@@ -353,14 +366,14 @@ const char* depth_mix_forward(const DepthMixArgs& a, void* stream) {
   Sources s{};
   for (int64_t i = 0; i < a.n; ++i) s.v[i] = a.v[i];
   if (by_rows(a)) {
-    if (a.d <= 512) rows_forward_kernel<4><<<blocks_for(a.rows, 8), 256, 0, stream_of(stream)>>>(a, s);
-    else rows_forward_kernel<8><<<blocks_for(a.rows, 8), 256, 0, stream_of(stream)>>>(a, s);
+    if (a.d <= 512) enqueue(rows_forward_kernel<4>, blocks_for(a.rows, 8), 256, 0, stream_of(stream), a, s);
+    else enqueue(rows_forward_kernel<8>, blocks_for(a.rows, 8), 256, 0, stream_of(stream), a, s);
     return launched();
   }
   if (wide(a))
-    wide_forward_kernel<<<unsigned(std::min<int64_t>(a.rows, 132 * 8)), kThreads, 0, stream_of(stream)>>>(a, s);
+    enqueue(wide_forward_kernel, unsigned(std::min<int64_t>(a.rows, 132 * 8)), kThreads, 0, stream_of(stream), a, s);
   else
-    forward_kernel<<<unsigned(a.rows), kThreads, 0, stream_of(stream)>>>(a, s);
+    enqueue(forward_kernel, unsigned(a.rows), kThreads, 0, stream_of(stream), a, s);
   return launched();
 }
 
@@ -373,21 +386,21 @@ const char* depth_mix_backward(const DepthMixArgs& a, const bool* fresh, void* s
   if (by_rows(a)) {
     const int64_t parts = (a.rows + kBackRows - 1) / kBackRows;
     const size_t bytes = size_t(32 * a.d);
-    if (a.d <= 512) rows_backward_kernel<4><<<unsigned(parts), 256, bytes, stream_of(stream)>>>(a, s, g);
-    else rows_backward_kernel<8><<<unsigned(parts), 256, bytes, stream_of(stream)>>>(a, s, g);
-    if (a.partial) join_kernel<<<blocks_for(a.d, 32), 256, 0, stream_of(stream)>>>(a, parts);
+    if (a.d <= 512) enqueue(rows_backward_kernel<4>, unsigned(parts), 256, bytes, stream_of(stream), a, s, g);
+    else enqueue(rows_backward_kernel<8>, unsigned(parts), 256, bytes, stream_of(stream), a, s, g);
+    if (a.partial) enqueue(join_kernel, blocks_for(a.d, 32), 256, 0, stream_of(stream), a, parts);
     return launched();
   }
   if (wide(a)) {
     const int64_t parts = (a.rows + kBackRows - 1) / kBackRows;
-    wide_backward_kernel<<<unsigned(parts), kThreads, 0, stream_of(stream)>>>(a, s, g);
-    if (a.partial) join_kernel<<<blocks_for(a.d, 32), 256, 0, stream_of(stream)>>>(a, parts);
+    enqueue(wide_backward_kernel, unsigned(parts), kThreads, 0, stream_of(stream), a, s, g);
+    if (a.partial) enqueue(join_kernel, blocks_for(a.d, 32), 256, 0, stream_of(stream), a, parts);
     return launched();
   }
   const int64_t blocks = cpu::depth_mix_row_blocks(a.rows);
-  score_kernel<<<unsigned(a.rows), kThreads, 0, stream_of(stream)>>>(a, s);
-  backward_kernel<<<dim3(unsigned(blocks), blocks_for(a.d, 128)), 128, 0, stream_of(stream)>>>(a, s, g);
-  if (a.partial) join_kernel<<<blocks_for(a.d, 32), 256, 0, stream_of(stream)>>>(a, blocks);
+  enqueue(score_kernel, unsigned(a.rows), kThreads, 0, stream_of(stream), a, s);
+  enqueue(backward_kernel, dim3(unsigned(blocks), blocks_for(a.d, 128)), 128, 0, stream_of(stream), a, s, g);
+  if (a.partial) enqueue(join_kernel, blocks_for(a.d, 32), 256, 0, stream_of(stream), a, blocks);
   return launched();
 }
 

@@ -39,7 +39,10 @@ Var embedding(Context& c, const Tensor& ids, Param& table) {
   c.cost("embedding", {.flops = 0, .bytes = (4 + double(bytes_of(type))) * n, .held = double(bytes_of(type)) * n});
   if (c.device == Device::cpu) cpu::embedding().embedding_forward(a);
   if constexpr (gpu::kBuilt) {
-    if (c.device == Device::cuda) gpu::check(cuda::embedding_forward(a, gpu::stream()));
+    if (c.device == Device::cuda) {
+      if (table.catch_up) table.catch_up(a.ids, rows);
+      gpu::check(cuda::embedding_forward(a, gpu::stream()));
+    }
   }
   if (table.grad.empty()) return y;
   Tensor dtable = table.grad, touched = table.touched;

@@ -1,5 +1,5 @@
 // Bound by memory. Backward: the block of an id's first token adds up all tokens of that id in order; the others of that id end at once.
-#include "k3/core/block.cuh"
+#include "k3/core/enqueue.cuh"
 #include "k3/ops/embedding/embedding_cuda.h"
 
 namespace k3::cuda {
@@ -8,12 +8,14 @@ namespace {
 constexpr int kThreads = 256;
 
 __global__ void __launch_bounds__(kThreads) forward_kernel(const cpu::EmbeddingArgs a) {
+  follow();
   const int64_t n = blockIdx.x, from = a.ids[n] * a.d;
   for (int64_t i = threadIdx.x; i < a.d; i += kThreads)
     a.y[n * a.d + i] = from < 0 ? NAN : a.table ? a.table[from + i] : __uint_as_float(uint32_t(a.table_bf16[from + i]) << 16);
 }
 
 __global__ void __launch_bounds__(kThreads) backward_kernel(const cpu::EmbeddingArgs a) {
+  follow();
   const int64_t n = blockIdx.x;
   const int32_t id = a.ids[n];
   int before = 0;
@@ -52,11 +54,11 @@ __global__ void __launch_bounds__(kThreads) backward_kernel(const cpu::Embedding
 }  // namespace
 
 const char* embedding_forward(const cpu::EmbeddingArgs& a, void* stream) {
-  if (a.rows) forward_kernel<<<unsigned(a.rows), kThreads, 0, stream_of(stream)>>>(a);
+  if (a.rows) enqueue(forward_kernel, unsigned(a.rows), kThreads, 0, stream_of(stream), a);
   return launched();
 }
 const char* embedding_backward(const cpu::EmbeddingArgs& a, void* stream) {
-  if (a.rows) backward_kernel<<<dim3(unsigned(a.rows), blocks_for(a.d, kThreads)), kThreads, 0, stream_of(stream)>>>(a);
+  if (a.rows) enqueue(backward_kernel, dim3(unsigned(a.rows), blocks_for(a.d, kThreads)), kThreads, 0, stream_of(stream), a);
   return launched();
 }
 

@@ -6,7 +6,9 @@ namespace k3::cuda {
 
 // The sizes, transposes and C are the Product's; its a and b are not read. Every matrix begins at 16 bytes, and so do its rows. The same
 // shapes give the same bits; other numbers of rows may not.
-const char* blas_product(const Product& p, const void* a_bf16, const void* b_bf16, void* stream);
+// `often`: the shape comes again and again, as in training. Its second product then looks for the fastest of the library's algorithms among those
+// that gave the bits of its first choice on random matrices; so what is chosen, by a clock, changes no bit.
+const char* blas_product(const Product& p, const void* a_bf16, const void* b_bf16, void* stream, bool often = false);
 
 // result = alpha op(A) op(B) + beta C, `count` of them, each matrix `step` elements behind the one before; all bfloat16, or the result and C float32.
 // Sizes, transposes and leading dimensions are the Product's; its pointers and `accumulate` are not read. C may be the result.
@@ -17,6 +19,7 @@ struct BlasProducts {
   bool bf16_result;
   float alpha = 1, beta = 0;
   int64_t count = 1, a_step = 0, b_step = 0, c_step = 0;
+  bool often = false;
 };
 const char* blas_products(const BlasProducts&, void* stream);
 const char* narrow(const float* from, void* to_bf16, int64_t n, void* stream);

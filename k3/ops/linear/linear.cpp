@@ -18,7 +18,8 @@ namespace {
 class OnGpu {
  public:
   // kept: Param::narrow of w's rows, or null
-  OnGpu(Context& c, const Weight& w, const void* kept, bool narrow) : w_(w), kept_(kept), scratch_(*c.arena), narrow_(narrow && serves(w)) {
+  OnGpu(Context& c, const Weight& w, const void* kept, bool narrow)
+      : w_(w), kept_(kept), scratch_(*c.arena), narrow_(narrow && serves(w)), often_(c.tape != nullptr) {
     K3_CHECK(w.stored == Stored::f32 || w.stored == Stored::bf16, "[linear] on the GPU weights are F32 or BF16");
   }
   static bool serves(const Weight& w) { return w.out % 8 == 0 && w.in % 8 == 0; }
@@ -28,7 +29,9 @@ class OnGpu {
     [[maybe_unused]] const int64_t m = x.rows(), n = w_.out, k = w_.in;
     if constexpr (gpu::kBuilt) {
       if (narrow_)
-        gpu::check(cuda::blas_product(x_wt(nullptr, nullptr, y, m, n, k), narrowed(x), weight(), gpu::stream()));
+        gpu::check(cuda::blas_product(x_wt(nullptr, nullptr, y, m, n, k), narrowed(x), weight(), gpu::stream(), often_));
+      else if (n <= cuda::kFewOutputs && k % 4 == 0 && w_.stored == Stored::f32)
+        gpu::check(cuda::few_outputs_forward({x.f32(), nullptr, wide(), y, nullptr, nullptr, m, n, k, nullptr}, gpu::stream()));
       else
         with_weight(x_wt(x.f32(), wide(), y, m, n, k));
     }
@@ -40,14 +43,14 @@ class OnGpu {
     if constexpr (gpu::kBuilt) {
       if (narrow_) {
         const void* dy_narrow = narrowed(dy, m * n);
-        gpu::check(cuda::blas_product(dy_w(nullptr, nullptr, dx, m, n, k, !fresh), dy_narrow, weight(), gpu::stream()));
-        if (dw) gpu::check(cuda::blas_product(dyt_x(dy, nullptr, dw, m, n, k), dy_narrow, narrowed(x), gpu::stream()));
+        gpu::check(cuda::blas_product(dy_w(nullptr, nullptr, dx, m, n, k, !fresh), dy_narrow, weight(), gpu::stream(), often_));
+        if (dw) gpu::check(cuda::blas_product(dyt_x(dy, nullptr, dw, m, n, k), dy_narrow, narrowed(x), gpu::stream(), often_));
       } else {
         if (n <= cuda::kFewOutputs && w_.stored == Stored::f32) {  // the router's
-          gpu::check(cuda::few_outputs_dx({x.f32(), dy, wide(), dx, dw, m, n, k, nullptr}, !fresh, gpu::stream()));
+          gpu::check(cuda::few_outputs_dx({x.f32(), dy, wide(), nullptr, dx, dw, m, n, k, nullptr}, !fresh, gpu::stream()));
           if (!dw) return;
           float* partial = scratch_.lend(DType::f32, {cuda::few_outputs_parts(m), n, k}).f32();
-          gpu::check(cuda::few_outputs_dw({x.f32(), dy, wide(), dx, dw, m, n, k, partial}, gpu::stream()));
+          gpu::check(cuda::few_outputs_dw({x.f32(), dy, wide(), nullptr, dx, dw, m, n, k, partial}, gpu::stream()));
           return;
         }
         with_weight(dy_w(dy, wide(), dx, m, n, k, !fresh));
@@ -72,7 +75,7 @@ class OnGpu {
   Weight w_;
   const void* kept_;
   Scratch scratch_;
-  bool narrow_;
+  bool narrow_, often_;
 };
 
 // In training the input's copy in bfloat16 is made once, for all layers that read it and for their backward.
@@ -144,20 +147,20 @@ std::vector<Var> linears(Var x, const std::vector<Param*>& ws) {
   float* dw = ws[0]->grad.f32();
   if constexpr (gpu::kBuilt)
     gpu::check(cuda::blas_products(
-        {x_wt(nullptr, nullptr, nullptr, m, n, k), x.narrow().data(), w, all.data(), all.data(), false, 1, 0, count, 0, n * k, m * n},
+        {x_wt(nullptr, nullptr, nullptr, m, n, k), x.narrow().data(), w, all.data(), all.data(), false, 1, 0, count, 0, n * k, m * n, true},
         gpu::stream()));
   c.tape->push([=, &c] {
     bool fresh = false;
     const Tensor dx = x.grad(fresh);
     cuda::Sides sides{};
-    for (int64_t i = 0; i < count; ++i) sides.from[i] = ys[size_t(i)].grad().f32();
+    for (int64_t i = 0; i < count; ++i) sides.from[i] = ys[size_t(i)].read_grad().f32();
     c.cost("linear", {.flops = 2 * flops, .bytes = 2 * bytes});
     Scratch scratch(*c.arena);
     const Tensor dy = scratch.lend(DType::bf16, {m, count * n});
     if constexpr (gpu::kBuilt) {
       gpu::check(cuda::narrow_side_by_side(sides, count, m, n, dy.data(), gpu::stream()));
-      gpu::check(cuda::blas_product(dy_w(nullptr, nullptr, dx.f32(), m, count * n, k, !fresh), dy.data(), w, gpu::stream()));
-      gpu::check(cuda::blas_product(dyt_x(nullptr, nullptr, dw, m, count * n, k), dy.data(), x.narrow().data(), gpu::stream()));
+      gpu::check(cuda::blas_product(dy_w(nullptr, nullptr, dx.f32(), m, count * n, k, !fresh), dy.data(), w, gpu::stream(), true));
+      gpu::check(cuda::blas_product(dyt_x(nullptr, nullptr, dw, m, count * n, k), dy.data(), x.narrow().data(), gpu::stream(), true));
     }
   });
   return ys;
@@ -185,7 +188,7 @@ Var linear_rows(Var x, Param& w, int64_t first, int64_t last) {
   c.cost("linear", {.flops = flops, .bytes = bytes, .held = held});
   Tensor dw = w.grad.empty() ? Tensor() : w.grad.row_range(first, last);
   on_backward(y, [=, &c, narrow_products = c.bf16_products] {  // as the forward: the router's stay float32
-    const float* dy = y.grad().f32();
+    const float* dy = y.read_grad().f32();
     bool fresh = false;
     float* dx = c.device == Device::cuda ? x.grad(fresh).f32() : x.grad().f32();
     Scratch scratch(*c.arena);

@@ -4,6 +4,7 @@
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 
+#include "k3/core/enqueue.cuh"
 #include "k3/ops/linear/product_cuda.h"
 
 namespace k3::cuda {
@@ -73,6 +74,7 @@ struct Share {
 
 template <class TB, int kM, int kN, int kDepth, int kTm>
 __global__ void __launch_bounds__(kThreads, kM == 64 || kM == 32 ? 2 : 1) product_kernel(Operand<float> a, Operand<TB> b, float* c, int64_t ldc, int64_t m, int64_t n, int64_t k, bool accumulate) {
+  follow();
   using Rows = Share<kM, kTm>;
   using Columns = Share<kN, kThreads / kTm>;
   constexpr int kTn = kThreads / kTm, kR = Rows::kEach, kC = Columns::kEach;
@@ -118,13 +120,12 @@ void launch(const Product& p, const TB* b, cudaStream_t stream) {
   const Operand<float> oa{p.a, p.a_transposed ? 1 : p.lda, p.a_transposed ? p.lda : 1};
   const Operand<TB> ob{b, p.b_transposed ? p.ldb : 1, p.b_transposed ? 1 : p.ldb};
   const dim3 grid(unsigned((p.n + kN - 1) / kN), unsigned((p.m + kM - 1) / kM));
-  product_kernel<TB, kM, kN, kDepth, kTm><<<grid, kThreads, 0, stream>>>(oa, ob, p.c, p.ldc, p.m, p.n, p.k, p.accumulate);
+  enqueue(product_kernel<TB, kM, kN, kDepth, kTm>, grid, kThreads, 0, stream, oa, ob, p.c, p.ldc, p.m, p.n, p.k, p.accumulate);
 }
 
 template <class TB>
 const char* product_of(Product p, const TB* b, void* stream) {
   if (p.m <= 0 || p.n <= 0) return nullptr;
-  if (serves_few_rows(p, b, sizeof(TB) == 2)) return few_rows(p, b, sizeof(TB) == 2, stream);
   const cudaStream_t s = static_cast<cudaStream_t>(stream);
   auto blocks = [&](int64_t m, int64_t n) { return (p.m + m - 1) / m * ((p.n + n - 1) / n); };
   if (p.m <= 16) launch<TB, 8, 32, 64, 8>(p, b, s);

@@ -83,14 +83,20 @@ void narrow_on_gpu(const Var& x, Param& head, const Tensor& targets, float weigh
       const int64_t m = std::min(piece, loss.count - first);
       const int32_t *row = there + first, *wanted = there + loss.count + first;
       gpu::check(cuda::gather_rows_bf16(x.f32(), row, xs.data(), m, d, gpu::stream()));
-      gpu::check(
-          cuda::blas_products({x_wt(nullptr, nullptr, nullptr, m, vocabulary, d), xs.data(), w, logits.data(), logits.data(), true}, gpu::stream()));
+      gpu::check(cuda::blas_products({.p = x_wt(nullptr, nullptr, nullptr, m, vocabulary, d),
+                                      .a = xs.data(),
+                                      .b = w,
+                                      .c = logits.data(),
+                                      .result = logits.data(),
+                                      .bf16_result = true,
+                                      .often = true},
+                                     gpu::stream()));
       gpu::check(cuda::cross_entropy({logits.data(), wanted, m, int(vocabulary), weight, losses.f32()}, gpu::stream()));
       gpu::check(cuda::scatter_rows(losses.f32(), row, loss.per_token.f32(), m, 1, false, gpu::stream()));
-      gpu::check(cuda::blas_product(dy_w(nullptr, nullptr, dxs.f32(), m, vocabulary, d, false), logits.data(), w, gpu::stream()));
+      gpu::check(cuda::blas_product(dy_w(nullptr, nullptr, dxs.f32(), m, vocabulary, d, false), logits.data(), w, gpu::stream(), true));
       if (!head.grad.empty()) {
         const Product p = dyt_x(nullptr, nullptr, head.grad.f32(), m, vocabulary, d, !std::exchange(head.fresh, false));
-        gpu::check(cuda::blas_product(p, logits.data(), xs.data(), gpu::stream()));
+        gpu::check(cuda::blas_product(p, logits.data(), xs.data(), gpu::stream(), true));
       }
       gpu::check(cuda::scatter_rows(dxs.f32(), row, dx.f32(), m, d, true, gpu::stream()));
     }

@@ -1,6 +1,8 @@
 // Cross entropy of bfloat16 logits, which become their gradient, against double: ignored rows, masked logits.
 #include <gtest/gtest.h>
 
+#include <algorithm>
+
 #include "k3/ops/loss/loss_cuda.h"
 #include "k3/ops/kernel_testing.h"
 
@@ -9,13 +11,16 @@ namespace {
 
 using loss_kernel = kernel;
 
-TEST_F(loss_kernel, cuda_gradient_in_place_equals_double) {
+// Every third row is ignored, some logits are minus infinity, and a row of nothing but equal logits has the loss log V.
+void expect_equals_double(int rows, int V) {
   Random rng(5);
-  const int rows = 9, V = 8200;
   auto x = narrowed(rng.normals(rows * V, 0, 4));
-  for (int i = 0; i < 100; ++i) x[V + i] = bf16{0xff80};  // minus infinity
-  std::vector<int> targets = {5, 8000, -1, 0, 8199, 77, 1, 2, 3};
-  std::vector<double> g(rows * V, 0.), loss(rows, 0.);
+  for (int i = 0; i < 100; ++i) x[V + i] = bf16{0xff80};
+  if (rows > 3) std::fill_n(x.begin() + 3 * V, V, x[0]);
+  std::vector<int> targets;
+  for (int n = 0; n < rows; ++n) targets.push_back(n % 3 == 2 ? -1 : int((n * 7919l + V - 1) % V));
+  targets[1] = V / 2;
+  std::vector<double> g(size_t(rows) * V, 0.), loss(rows, 0.);
   for (int n = 0; n < rows; ++n) {
     if (targets[n] < 0) continue;
     double top = -INFINITY, sum = 0;
@@ -30,6 +35,12 @@ TEST_F(loss_kernel, cuda_gradient_in_place_equals_double) {
   K3_LAUNCH(cross_entropy({bx.data, bt.data, rows, V, 0.125f, bl.data}, gpu::stream()));
   expect_error("gradient", error(bx, g), 2.5e-3);
   expect_error("loss", error(bl, loss), 1e-6);
+}
+
+TEST_F(loss_kernel, cuda_gradient_in_place_equals_double) { expect_equals_double(9, 8200); }
+TEST_F(loss_kernel, cuda_rows_that_a_cluster_holds_equal_double) {
+  expect_equals_double(2, 225280);
+  expect_equals_double(113, 32776);  // more than run at a time, in shares that are not equal
 }
 
 }  // namespace

@@ -1,6 +1,6 @@
 // A block a row, three reads: maximum, sum of exponentials, gradient. Every thread sums its columns in order, then lanes in a tree and warps
 // in order: 163,840 columns are 160 terms a thread. -log p is (max - l) + log(sum e^{l - max}): exact zeros and small losses keep their digits.
-#include "k3/core/block.cuh"
+#include "k3/core/enqueue.cuh"
 #include "k3/core/tile.cuh"
 #include "k3/ops/loss/loss_float_cuda.h"
 
@@ -21,6 +21,7 @@ __device__ __forceinline__ float row_sum(const float* l, int64_t n, float top, f
 }
 
 __global__ void __launch_bounds__(kThreads) cross_entropy_kernel(const cpu::CrossEntropyArgs a) {
+  follow();
   __shared__ float part[33];
   float* l = a.logits + int64_t(blockIdx.x) * a.vocabulary;
   const int32_t target = a.targets[blockIdx.x];
@@ -32,6 +33,7 @@ __global__ void __launch_bounds__(kThreads) cross_entropy_kernel(const cpu::Cros
 }
 
 __global__ void __launch_bounds__(kThreads) log_softmax_kernel(const cpu::LogSoftmaxArgs a) {
+  follow();
   __shared__ float part[33];
   const float* l = a.logits + int64_t(blockIdx.x) * a.vocabulary;
   float* out = a.out + int64_t(blockIdx.x) * a.vocabulary;
@@ -40,9 +42,11 @@ __global__ void __launch_bounds__(kThreads) log_softmax_kernel(const cpu::LogSof
 }
 
 __global__ void __launch_bounds__(256) gather_kernel(const float* from, const int32_t* row, float* to, int64_t d) {
+  follow();
   for (int64_t i = threadIdx.x; i < d; i += 256) to[blockIdx.x * d + i] = from[row[blockIdx.x] * d + i];
 }
 __global__ void __launch_bounds__(256) gather_bf16_kernel(const float* from, const int32_t* row, nv_bf16* to, int64_t d) {
+  follow();
   for (int64_t i = threadIdx.x * 8; i < d; i += 2048) {
     float x[8];
     load8(from + row[blockIdx.x] * d + i, x);
@@ -50,6 +54,7 @@ __global__ void __launch_bounds__(256) gather_bf16_kernel(const float* from, con
   }
 }
 __global__ void __launch_bounds__(256) scatter_kernel(const float* from, const int32_t* row, float* to, int64_t d, bool add) {
+  follow();
   for (int64_t i = threadIdx.x; i < d; i += 256) {
     float* at = to + row[blockIdx.x] * d + i;
     *at = add ? *at + from[blockIdx.x * d + i] : from[blockIdx.x * d + i];
@@ -59,23 +64,23 @@ __global__ void __launch_bounds__(256) scatter_kernel(const float* from, const i
 }  // namespace
 
 const char* cross_entropy(const cpu::CrossEntropyArgs& a, void* stream) {
-  if (a.rows) cross_entropy_kernel<<<unsigned(a.rows), kThreads, 0, stream_of(stream)>>>(a);
+  if (a.rows) enqueue(cross_entropy_kernel, unsigned(a.rows), kThreads, 0, stream_of(stream), a);
   return launched();
 }
 const char* log_softmax(const cpu::LogSoftmaxArgs& a, void* stream) {
-  if (a.rows) log_softmax_kernel<<<unsigned(a.rows), kThreads, 0, stream_of(stream)>>>(a);
+  if (a.rows) enqueue(log_softmax_kernel, unsigned(a.rows), kThreads, 0, stream_of(stream), a);
   return launched();
 }
 const char* gather_rows(const float* from, const int32_t* row, float* to, int64_t n, int64_t d, void* stream) {
-  if (n) gather_kernel<<<unsigned(n), 256, 0, stream_of(stream)>>>(from, row, to, d);
+  if (n) enqueue(gather_kernel, unsigned(n), 256, 0, stream_of(stream), from, row, to, d);
   return launched();
 }
 const char* gather_rows_bf16(const float* from, const int32_t* row, void* to, int64_t n, int64_t d, void* stream) {
-  if (n) gather_bf16_kernel<<<unsigned(n), 256, 0, stream_of(stream)>>>(from, row, static_cast<nv_bf16*>(to), d);
+  if (n) enqueue(gather_bf16_kernel, unsigned(n), 256, 0, stream_of(stream), from, row, static_cast<nv_bf16*>(to), d);
   return launched();
 }
 const char* scatter_rows(const float* from, const int32_t* row, float* to, int64_t n, int64_t d, bool add, void* stream) {
-  if (n) scatter_kernel<<<unsigned(n), 256, 0, stream_of(stream)>>>(from, row, to, d, add);
+  if (n) enqueue(scatter_kernel, unsigned(n), 256, 0, stream_of(stream), from, row, to, d, add);
   return launched();
 }
 

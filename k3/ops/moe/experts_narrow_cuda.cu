@@ -2,6 +2,7 @@
 // rows. 64 of the summed dimension at a time, two of four stages on their way while one is multiplied and one drains. An operand lies in shared memory
 // as in global memory, (row, k) or (k, row); the products read it either way.
 #include "k3/core/mxfp4.cuh"
+#include "k3/core/enqueue.cuh"
 #include "k3/core/tile.cuh"
 #include "k3/core/wgmma.cuh"
 #include "k3/ops/activation/glu.cuh"
@@ -78,12 +79,12 @@ struct Codes {
 };
 
 // sum over `depth` of A (m, depth) B (depth, n), of one or two pairs of operands one after the other: again() turns the copies to the second;
-// f(row, column, two neighbours)
+// it becomes `result`, or is added to it
 struct Operands {
   const nv_bf16 *a, *b;
 };
-template <bool kAOuter, bool kBOuter, class B, class Again, class F>
-__device__ __forceinline__ void multiply(Copies<kAOuter, T> a, B b, Again again, int count, int rows, int columns, int depth, F f) {
+template <bool kAOuter, bool kBOuter, bool kAdd, class B, class Again>
+__device__ __forceinline__ void multiply(Copies<kAOuter, T> a, B b, Again again, int count, int rows, int columns, int depth, float* result, int64_t ld) {
   extern __shared__ char stages[];
   const int lane = threadIdx.x & 31, group = threadIdx.x >> 7, each = (depth + kDeep - 1) / kDeep, all = each * count;
   const uint32_t base = (shared_address(stages) + 1023) & ~1023u;
@@ -127,19 +128,26 @@ __device__ __forceinline__ void multiply(Copies<kAOuter, T> a, B b, Again again,
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int row = group * 64 + (threadIdx.x >> 5 & 3) * 16 + lane / 4 + 8 * h;
+      float2* to = reinterpret_cast<float2*>(result + row * ld + half * T + lane % 4 * 2);
+      auto there = [&](int j) { return row < rows && half * T + j * 8 + lane % 4 * 2 < columns; };
+      float2 before[16];  // all on their way before the first is stored
+#pragma unroll
+      for (int j = 0; j < 16; ++j)
+        if (kAdd && there(j)) before[j] = to[j * 4];
 #pragma unroll
       for (int j = 0; j < 16; ++j) {
-        const int column = half * T + j * 8 + lane % 4 * 2;
-        if (row < rows && column < columns) f(row, column, c[half][4 * j + 2 * h], c[half][4 * j + 2 * h + 1]);
+        const float x = c[half][4 * j + 2 * h], y = c[half][4 * j + 2 * h + 1];
+        if (there(j)) to[j * 4] = kAdd ? make_float2(before[j].x + x, before[j].y + y) : make_float2(x, y);
       }
     }
 }
 
-template <bool kAOuter, bool kBOuter, class F>
-__device__ __forceinline__ void multiply(const Operands (&pairs)[2], int count, int64_t lda, int64_t ldb, int rows, int columns, int depth, F f) {
+template <bool kAOuter, bool kBOuter, bool kAdd = false>
+__device__ __forceinline__ void multiply(const Operands (&pairs)[2], int count, int64_t lda, int64_t ldb, int rows, int columns, int depth, float* result, int64_t ld) {
   using A = Copies<kAOuter, T>;
   using B = Copies<kBOuter, kColumns>;
-  multiply<kAOuter, kBOuter>(A(pairs[0].a, lda), B(pairs[0].b, ldb), [&](A& a, B& b) { a = A(pairs[1].a, lda), b = B(pairs[1].b, ldb); }, count, rows, columns, depth, f);
+  multiply<kAOuter, kBOuter, kAdd>(A(pairs[0].a, lda), B(pairs[0].b, ldb), [&](A& a, B& b) { a = A(pairs[1].a, lda), b = B(pairs[1].b, ldb); }, count, rows, columns, depth,
+                                   result, ld);
 }
 
 struct Three {
@@ -167,16 +175,17 @@ struct RowTile {
 };
 
 __global__ void __launch_bounds__(kThreads, 1) forward_kernel(const ExpertsNarrow g, const __grid_constant__ Three list) {
+  follow();
   RowTile t;
   if (!t.find(g)) return;
   const ExpertProduct& p = list.p[blockIdx.z];
   const int64_t out = list.s[0].out, in = list.s[0].in, n0 = int64_t(blockIdx.x) * kColumns;
   const Operands pairs[2] = {{static_cast<const nv_bf16*>(p.x) + t.first * in, static_cast<const nv_bf16*>(p.weights[t.expert]) + n0 * in}, {}};
   float* y = p.y + t.first * out + n0;
-  multiply<false, false>(pairs, 1, in, in, t.rows, int(min(int64_t(kColumns), out - n0)), int(in),
-                         [&](int r, int c, float a, float b) { *reinterpret_cast<float2*>(y + r * out + c) = make_float2(a, b); });
+  multiply<false, false>(pairs, 1, in, in, t.rows, int(min(int64_t(kColumns), out - n0)), int(in), y, out);
 }
 __global__ void __launch_bounds__(kThreads, 1) codes_kernel(const ExpertsNarrow g, const __grid_constant__ Three list) {
+  follow();
   RowTile t;
   if (!t.find(g)) return;
   const ExpertProduct& p = list.p[blockIdx.z];
@@ -185,10 +194,10 @@ __global__ void __launch_bounds__(kThreads, 1) codes_kernel(const ExpertsNarrow 
   using A = Copies<false, T>;
   const Codes b(static_cast<const uint8_t*>(p.weights[t.expert]) + n0 * in / 2, static_cast<const uint8_t*>(p.scales[t.expert]) + n0 * in / 32, in, columns, int(in));
   float* y = p.y + t.first * out + n0;
-  multiply<false, false>(A(static_cast<const nv_bf16*>(p.x) + t.first * in, in), b, [](A&, Codes&) {}, 1, t.rows, columns, int(in),
-                         [&](int r, int c, float a, float b) { *reinterpret_cast<float2*>(y + r * out + c) = make_float2(a, b); });
+  multiply<false, false, false>(A(static_cast<const nv_bf16*>(p.x) + t.first * in, in), b, [](A&, Codes&) {}, 1, t.rows, columns, int(in), y, out);
 }
 __global__ void __launch_bounds__(kThreads, 1) input_kernel(const ExpertsNarrow g, const __grid_constant__ Three list) {
+  follow();
   RowTile t;
   if (!t.find(g)) return;
   const int64_t out = list.s[0].out, in = list.s[0].in, n0 = int64_t(blockIdx.x) * kColumns;
@@ -198,10 +207,10 @@ __global__ void __launch_bounds__(kThreads, 1) input_kernel(const ExpertsNarrow 
     pairs[i] = {static_cast<const nv_bf16*>(p.x) + t.first * out, static_cast<const nv_bf16*>(p.weights[t.expert]) + n0};
   }
   float* y = list.p[0].y + t.first * in + n0;
-  multiply<false, true>(pairs, int(list.count), out, in, t.rows, int(min(int64_t(kColumns), in - n0)), int(out),
-                        [&](int r, int c, float a, float b) { *reinterpret_cast<float2*>(y + r * in + c) = make_float2(a, b); });
+  multiply<false, true>(pairs, int(list.count), out, in, t.rows, int(min(int64_t(kColumns), in - n0)), int(out), y, in);
 }
 __global__ void __launch_bounds__(kThreads, 1) weight_kernel(const ExpertsNarrow g, const __grid_constant__ Three list) {
+  follow();
   const ExpertProduct& p = list.p[blockIdx.z];
   const int64_t out = list.s[blockIdx.z].out, in = list.s[blockIdx.z].in, across = (in + kColumns - 1) / kColumns, first = g.offsets[blockIdx.y];
   const int64_t m0 = int64_t(blockIdx.x) / across * T, n0 = int64_t(blockIdx.x) % across * kColumns;
@@ -210,14 +219,11 @@ __global__ void __launch_bounds__(kThreads, 1) weight_kernel(const ExpertsNarrow
   if (m0 >= out || depth == 0 || !w) return;
   const Operands pairs[2] = {{static_cast<const nv_bf16*>(p.x) + first * out + m0, static_cast<const nv_bf16*>(p.z) + first * in + n0}, {}};
   w += m0 * in + n0;
-  multiply<true, true>(pairs, 1, out, in, int(min(int64_t(T), out - m0)), int(min(int64_t(kColumns), in - n0)), depth, [&](int r, int c, float a, float b) {
-    float2* to = reinterpret_cast<float2*>(w + r * in + c);
-    const float2 old = *to;
-    *to = make_float2(old.x + a, old.y + b);
-  });
+  multiply<true, true, true>(pairs, 1, out, in, int(min(int64_t(T), out - m0)), int(min(int64_t(kColumns), in - n0)), depth, w, in);
 }
 
 __global__ void __launch_bounds__(32) tiles_kernel(const ExpertsNarrow g, int32_t* begins) {
+  follow();
   int before = 0;
   if (threadIdx.x == 0) begins[0] = 0;
   for (int64_t e0 = 0; e0 < g.experts; e0 += 32) {
@@ -234,6 +240,7 @@ __global__ void __launch_bounds__(32) tiles_kernel(const ExpertsNarrow g, int32_
 }
 
 __global__ void __launch_bounds__(kThreads) gather_kernel(const NarrowGather a) {  // a warp a row
+  follow();
   const int64_t r = int64_t(blockIdx.x) * 8 + (threadIdx.x >> 5);
   if (r >= *a.rows) return;
   const int64_t token = a.pair_of_row[r] / a.slots;
@@ -250,6 +257,7 @@ __global__ void __launch_bounds__(kThreads) gather_kernel(const NarrowGather a) 
 }
 
 __global__ void __launch_bounds__(kThreads) glu_kernel(const NarrowGlu p) {
+  follow();
   const int64_t i = (int64_t(blockIdx.x) * kThreads + threadIdx.x) * 8;
   if (i >= *p.rows * p.m) return;
   float a[8], b[8];
@@ -259,6 +267,7 @@ __global__ void __launch_bounds__(kThreads) glu_kernel(const NarrowGlu p) {
   store8(static_cast<nv_bf16*>(p.h) + i, a);
 }
 __global__ void __launch_bounds__(kThreads) glu_backward_kernel(const NarrowGlu p) {  // a warp a row
+  follow();
   const int64_t r = int64_t(blockIdx.x) * 8 + (threadIdx.x >> 5);
   if (r >= *p.rows) return;
   const int pair = p.pair_of_row[r];
@@ -294,14 +303,14 @@ template <class Kernel>
 const char* launch(Kernel kernel, dim3 grid, const ExpertsNarrow& g, const Three& list, void* stream) {
   if (g.most_rows == 0) return nullptr;
   if (cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes); e != cudaSuccess) return cudaGetErrorString(e);
-  kernel<<<grid, kThreads, kSharedBytes, stream_of(stream)>>>(g, list);
+  enqueue(kernel, grid, kThreads, kSharedBytes, stream_of(stream), g, list);
   return launched();
 }
 
 }  // namespace
 
 const char* expert_tiles(const ExpertsNarrow& g, int32_t* tile_begins, void* stream) {
-  tiles_kernel<<<1, 32, 0, stream_of(stream)>>>(g, tile_begins);
+  enqueue(tiles_kernel, 1, 32, 0, stream_of(stream), g, tile_begins);
   return launched();
 }
 const char* expert_forward(const ExpertsNarrow& g, const ExpertProduct* list, int64_t count, int64_t out, int64_t in, void* stream) {
@@ -319,15 +328,15 @@ const char* expert_weight_gradients(const ExpertsNarrow& g, const ExpertProduct*
   return launch(weight_kernel, dim3(most, unsigned(g.experts), unsigned(count)), g, listed(list, sizes, count), stream);
 }
 const char* gather_narrow(const NarrowGather& a, void* stream) {
-  if (a.most_rows) gather_kernel<<<blocks_for(a.most_rows, 8), kThreads, 0, stream_of(stream)>>>(a);
+  if (a.most_rows) enqueue(gather_kernel, blocks_for(a.most_rows, 8), kThreads, 0, stream_of(stream), a);
   return launched();
 }
 const char* glu_narrow(const NarrowGlu& p, void* stream) {
-  if (p.most_rows) glu_kernel<<<blocks_for(p.most_rows * p.m, 8 * kThreads), kThreads, 0, stream_of(stream)>>>(p);
+  if (p.most_rows) enqueue(glu_kernel, blocks_for(p.most_rows * p.m, 8 * kThreads), kThreads, 0, stream_of(stream), p);
   return launched();
 }
 const char* glu_narrow_backward(const NarrowGlu& p, void* stream) {
-  if (p.most_rows) glu_backward_kernel<<<blocks_for(p.most_rows, 8), kThreads, 0, stream_of(stream)>>>(p);
+  if (p.most_rows) enqueue(glu_backward_kernel, blocks_for(p.most_rows, 8), kThreads, 0, stream_of(stream), p);
   return launched();
 }
 

@@ -2,6 +2,7 @@
 // warp takes 256 pairs in order and counts them by expert; running sums over warps and experts; the same walk again places each pair, so the order is
 // stable. Moves: a warp a row, bound by bytes. Products: products_cuda.h, from a list that one block makes of the offsets.
 #include "k3/core/order.cuh"
+#include "k3/core/enqueue.cuh"
 #include "k3/core/tile.cuh"
 #include "k3/ops/moe/moe_float_cuda.h"
 
@@ -32,6 +33,7 @@ __device__ __forceinline__ int take_best(uint32_t* keys, int n, uint32_t& top) {
 }
 
 __global__ void __launch_bounds__(32) route_kernel(const RouteArgs a) {
+  follow();
   extern __shared__ uint32_t keys[];  // (experts), (groups)
   const int64_t row = blockIdx.x;
   const int lane = threadIdx.x, E = int(a.experts), K = int(a.top_k);
@@ -96,6 +98,7 @@ __global__ void __launch_bounds__(32) route_kernel(const RouteArgs a) {
 }
 
 __global__ void __launch_bounds__(32) route_backward_kernel(const RouteArgs a) {
+  follow();
   const int64_t row = blockIdx.x;
   if (a.padding && a.padding[row]) return;
   const int lane = threadIdx.x, K = int(a.top_k);
@@ -123,6 +126,7 @@ __global__ void __launch_bounds__(32) route_backward_kernel(const RouteArgs a) {
 // counts (groups of 256 pairs, experts): first how many, then where the group's first row of an expert lies
 template <bool kPlace>
 __global__ void __launch_bounds__(32) pairs_kernel(const DispatchOrderArgs a) {
+  follow();
   extern __shared__ int next[];
   int* counts = a.counts + int64_t(blockIdx.x) * a.experts;
   const int lane = threadIdx.x;
@@ -157,6 +161,7 @@ __device__ __forceinline__ int running_sum(int x) {  // of the lanes up to this 
 }
 
 __global__ void __launch_bounds__(128) groups_kernel(const DispatchOrderArgs a, int64_t groups) {  // a warp an expert: over its groups
+  follow();
   const int64_t e = int64_t(blockIdx.x) * 4 + (threadIdx.x >> 5);
   if (e >= a.experts) return;
   int before = 0;
@@ -170,6 +175,7 @@ __global__ void __launch_bounds__(128) groups_kernel(const DispatchOrderArgs a, 
 }
 
 __global__ void __launch_bounds__(32) offsets_kernel(int64_t* offsets, int64_t experts) {  // offsets[1..] from counts to ends
+  follow();
   int before = 0;
   if (threadIdx.x == 0) offsets[0] = 0;
   for (int64_t e0 = 0; e0 < experts; e0 += 32) {
@@ -181,6 +187,7 @@ __global__ void __launch_bounds__(32) offsets_kernel(int64_t* offsets, int64_t e
 }
 
 __global__ void __launch_bounds__(256) gather_kernel(const DispatchArgs a, const int64_t* rows) {
+  follow();
   const int64_t r = int64_t(blockIdx.x) * 8 + (threadIdx.x >> 5);
   if (r >= *rows) return;
   const float* from = a.from + a.pair_of_row[r] / a.slots * a.d;
@@ -189,6 +196,7 @@ __global__ void __launch_bounds__(256) gather_kernel(const DispatchArgs a, const
 
 template <bool kAdd, int kEach>  // channels a thread
 __global__ void __launch_bounds__(128) combine_kernel(const DispatchArgs a) {
+  follow();
   const int64_t t = blockIdx.x, c = (int64_t(blockIdx.y) * 128 + threadIdx.x) * kEach;
   if (c >= a.d) return;
   float u[kEach] = {};
@@ -215,6 +223,7 @@ __global__ void __launch_bounds__(128) combine_kernel(const DispatchArgs a) {
 }
 
 __global__ void __launch_bounds__(256) weigh_kernel(const PairArgs a, const int64_t* rows) {
+  follow();
   const int64_t r = int64_t(blockIdx.x) * 8 + (threadIdx.x >> 5);
   if (r >= *rows) return;
   const int pair = a.pair_of_row[r];
@@ -231,6 +240,7 @@ __global__ void __launch_bounds__(256) weigh_kernel(const PairArgs a, const int6
 
 // One warp: expert after expert in the order of their rows.
 __global__ void __launch_bounds__(32) list_kernel(const GroupedArgs a) {
+  follow();
   const int64_t T = a.narrow ? kProductWideTile : kProductTile;
   int before = 0;
   if (threadIdx.x == 0) a.tile_begins[0] = 0;
@@ -255,6 +265,7 @@ __global__ void __launch_bounds__(32) list_kernel(const GroupedArgs a) {
 }
 
 __global__ void __launch_bounds__(256) observe_kernel(const ObserveArgs a) {
+  follow();
   const int64_t i = int64_t(blockIdx.x) * 256 + threadIdx.x, row = i / a.experts, j = i % a.experts;
   if (row >= a.rows || (a.padding && a.padding[row]) || !isfinite(a.cutoff[row])) return;
   const float at = (a.cutoff[row] - a.scores[i] - a.range[0]) / a.range[1];
@@ -263,6 +274,7 @@ __global__ void __launch_bounds__(256) observe_kernel(const ObserveArgs a) {
 }
 
 __global__ void __launch_bounds__(1024) count_kernel(const int32_t* chosen, int64_t n, int32_t* counts) {  // whole numbers: any order
+  follow();
   for (int64_t i = int64_t(blockIdx.x) * 1024 + threadIdx.x; i < n; i += int64_t(gridDim.x) * 1024) {
     const int32_t e = chosen[i];
     const unsigned same = __match_any_sync(__activemask(), e);
@@ -278,12 +290,12 @@ const char* route_forward(const RouteArgs& a, void* stream) {
   if (a.rows == 0) return nullptr;
   if (bytes > 48 << 10)
     if (cudaError_t e = cudaFuncSetAttribute(route_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(bytes)); e != cudaSuccess) return cudaGetErrorString(e);
-  route_kernel<<<unsigned(a.rows), 32, size_t(bytes), cudaStream_t(stream)>>>(a);
+  enqueue(route_kernel, unsigned(a.rows), 32, size_t(bytes), cudaStream_t(stream), a);
   return result();
 }
 
 const char* route_backward(const RouteArgs& a, void* stream) {
-  if (a.rows) route_backward_kernel<<<unsigned(a.rows), 32, 0, cudaStream_t(stream)>>>(a);
+  if (a.rows) enqueue(route_backward_kernel, unsigned(a.rows), 32, 0, cudaStream_t(stream), a);
   return result();
 }
 
@@ -292,15 +304,15 @@ const char* dispatch_order(const DispatchOrderArgs& a, void* stream) {
   const cudaStream_t s = cudaStream_t(stream);
   const int64_t groups = (a.pairs + kDispatchGroup - 1) / kDispatchGroup;
   const size_t bytes = size_t(a.experts) * 4;
-  if (groups) pairs_kernel<false><<<unsigned(groups), 32, bytes, s>>>(a);
-  groups_kernel<<<unsigned((a.experts + 3) / 4), 128, 0, s>>>(a, groups);
-  offsets_kernel<<<1, 32, 0, s>>>(a.offsets, a.experts);
-  if (groups) pairs_kernel<true><<<unsigned(groups), 32, bytes, s>>>(a);
+  if (groups) enqueue(pairs_kernel<false>, unsigned(groups), 32, bytes, s, a);
+  enqueue(groups_kernel, unsigned((a.experts + 3) / 4), 128, 0, s, a, groups);
+  enqueue(offsets_kernel, 1, 32, 0, s, a.offsets, a.experts);
+  if (groups) enqueue(pairs_kernel<true>, unsigned(groups), 32, bytes, s, a);
   return result();
 }
 
 const char* gather(const DispatchArgs& a, const int64_t* rows, void* stream) {
-  if (a.pairs) gather_kernel<<<unsigned((a.pairs + 7) / 8), 256, 0, cudaStream_t(stream)>>>(a, rows);
+  if (a.pairs) enqueue(gather_kernel, unsigned((a.pairs + 7) / 8), 256, 0, cudaStream_t(stream), a, rows);
   return result();
 }
 
@@ -308,14 +320,14 @@ const char* combine(const DispatchArgs& a, bool add, void* stream) {
   if (a.tokens * a.d == 0) return nullptr;
   const int64_t each = a.d % 8 == 0 ? 8 : 1;
   const dim3 blocks(unsigned(a.tokens), unsigned((a.d + 128 * each - 1) / (128 * each)));
-  auto launch = [&](auto kernel) { kernel<<<blocks, 128, 0, cudaStream_t(stream)>>>(a); };
+  auto launch = [&](auto kernel) { enqueue(kernel, blocks, 128, 0, cudaStream_t(stream), a); };
   if (each == 8) launch(add ? combine_kernel<true, 8> : combine_kernel<false, 8>);
   else launch(add ? combine_kernel<true, 1> : combine_kernel<false, 1>);
   return result();
 }
 
 const char* weigh_pairs(const PairArgs& a, const int64_t* rows, void* stream) {
-  if (a.last) weigh_kernel<<<unsigned((a.last + 7) / 8), 256, 0, cudaStream_t(stream)>>>(a, rows);
+  if (a.last) enqueue(weigh_kernel, unsigned((a.last + 7) / 8), 256, 0, cudaStream_t(stream), a, rows);
   return result();
 }
 
@@ -326,20 +338,20 @@ const char* grouped_products(const GroupedArgs& a, void* stream) {
   // Most tiles: every expert with rows has one that is not full.
   const int64_t with_rows = a.most_rows < a.experts ? a.most_rows : a.experts, row_tiles = a.most_rows / T + with_rows;
   const int64_t most = a.kind == Grouped::forward ? row_tiles * tiles(a.out) : a.kind == Grouped::input ? row_tiles * tiles(a.in) : with_rows * tiles(a.out) * tiles(a.in);
-  list_kernel<<<1, 32, 0, cudaStream_t(stream)>>>(a);
+  enqueue(list_kernel, 1, 32, 0, cudaStream_t(stream), a);
   if (const char* e = result()) return e;
   return products({a.list, a.tile_begins, int(a.experts), most, a.narrow, a.narrow, false}, stream);
 }
 
 const char* count_choices(const int32_t* chosen, int64_t n, int64_t, int32_t* counts, void* stream) {
   const int64_t blocks = (n + 1023) / 1024;
-  if (blocks) count_kernel<<<unsigned(blocks < 64 ? blocks : 64), 1024, 0, cudaStream_t(stream)>>>(chosen, n, counts);
+  if (blocks) enqueue(count_kernel, unsigned(blocks < 64 ? blocks : 64), 1024, 0, cudaStream_t(stream), chosen, n, counts);
   return result();
 }
 
 const char* observe_margins(const ObserveArgs& a, void* stream) {
   const int64_t blocks = (a.rows * a.experts + 255) / 256;
-  if (blocks) observe_kernel<<<unsigned(blocks), 256, 0, cudaStream_t(stream)>>>(a);
+  if (blocks) enqueue(observe_kernel, unsigned(blocks), 256, 0, cudaStream_t(stream), a);
   return result();
 }
 

@@ -1,6 +1,6 @@
 // Bound by memory. A row's sums are made by a warp (narrow rows) or a block, in an order that its width alone decides. dw: the rows of a
 // block of kNormBlock are walked in order by the threads that own columns, and then the blocks' sums are added in order.
-#include "k3/core/block.cuh"
+#include "k3/core/enqueue.cuh"
 #include "k3/core/four.cuh"
 #include "k3/core/tile.cuh"
 #include "k3/ops/norm/norm_float_cuda.h"
@@ -27,6 +27,7 @@ __device__ __forceinline__ void put(float* to, float x, bool fresh) { *to = fres
 // 256 threads; a row has kThreads of them
 template <Norm kind, int kThreads>
 __global__ void __launch_bounds__(256) forward_kernel(const cpu::NormArgs a, nv_bf16* narrow) {
+  follow();
   __shared__ float part[33];
   const int t = threadIdx.x % kThreads;
   const int64_t n = int64_t(blockIdx.x) * (256 / kThreads) + threadIdx.x / kThreads;
@@ -48,6 +49,7 @@ __global__ void __launch_bounds__(256) forward_kernel(const cpu::NormArgs a, nv_
 // RMS rows of up to 128 Q channels, a multiple of 4: a warp a row.
 template <int Q>
 __global__ void __launch_bounds__(256) rows_forward_kernel(const cpu::NormArgs a, nv_bf16* narrow) {
+  follow();
   const int64_t n = int64_t(blockIdx.x) * 8 + (threadIdx.x >> 5);
   if (n >= a.rows) return;
   const int lane = threadIdx.x & 31, quads = int(a.d / 4);
@@ -71,6 +73,7 @@ __global__ void __launch_bounds__(256) rows_forward_kernel(const cpu::NormArgs a
 
 template <Norm kind, int kThreads>
 __global__ void __launch_bounds__(256) backward_kernel(const cpu::NormArgs a, bool fresh_x, bool fresh_gate) {
+  follow();
   __shared__ float part[33];
   const int t = threadIdx.x % kThreads;
   const int64_t n = int64_t(blockIdx.x) * (256 / kThreads) + threadIdx.x / kThreads;
@@ -114,17 +117,18 @@ __device__ __forceinline__ void backward_row(const cpu::NormArgs& a, int64_t n, 
   const float mean = row_sum<kThreads>(sum, part) / float(a.d);
   float4* dx = reinterpret_cast<float4*>(a.dx + n * a.d);
 #pragma unroll
-  for (int j = 0; j < Q; ++j) {
-    const int i = j * kThreads + t;
-    if (i >= quads) continue;
-    const float4 y = each4([&](float g, float h) { return r * (g - h * mean); }, g[j], h[j]);
-    dx[i] = fresh ? y : plus4(y, dx[i]);
-  }
+  for (int j = 0; j < Q; ++j) h[j] = each4([&](float g, float h) { return r * (g - h * mean); }, g[j], h[j]);
+#pragma unroll
+  for (int j = 0; j < Q; ++j) g[j] = fresh ? zero4() : four_of(a.dx + n * a.d, j * kThreads + t, quads);  // all before the first is stored
+#pragma unroll
+  for (int j = 0; j < Q; ++j)
+    if (const int i = j * kThreads + t; i < quads) dx[i] = plus4(h[j], g[j]);
 }
 
 // A warp a row, the gain in registers. A block walks kNormPart rows; its warps' sums are added in order.
 template <int Q>
 __global__ void __launch_bounds__(256) rows_backward_kernel(const cpu::NormArgs a, bool fresh) {
+  follow();
   extern __shared__ float4 sums[];  // (8, d / 4)
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, quads = int(a.d / 4);
   const int64_t first = int64_t(blockIdx.x) * kNormPart, end = min(a.rows, first + kNormPart);
@@ -148,6 +152,7 @@ __global__ void __launch_bounds__(256) rows_backward_kernel(const cpu::NormArgs 
 // A block a row, kNormPart one after another.
 template <int Q>
 __global__ void __launch_bounds__(256, 2) wide_backward_kernel(const cpu::NormArgs a, bool fresh) {
+  follow();
   __shared__ float part[33];
   const int t = threadIdx.x, quads = int(a.d / 4);
   const int64_t first = int64_t(blockIdx.x) * kNormPart, end = min(a.rows, first + kNormPart);
@@ -162,6 +167,7 @@ __global__ void __launch_bounds__(256, 2) wide_backward_kernel(const cpu::NormAr
 // partial (block, column) = sum over the block's rows of dn xhat
 template <Norm kind>
 __global__ void __launch_bounds__(128) gain_kernel(const cpu::NormArgs a) {
+  follow();
   const int64_t i = int64_t(blockIdx.y) * 128 + threadIdx.x, first = int64_t(blockIdx.x) * cpu::kNormBlock;
   if (i >= a.d) return;
   const int64_t end = min(a.rows, first + cpu::kNormBlock);
@@ -176,6 +182,7 @@ __global__ void __launch_bounds__(128) gain_kernel(const cpu::NormArgs a) {
 
 // dw += the blocks' sums: eight threads a column take every eighth block in order, and are added in order
 __global__ void __launch_bounds__(256) join_kernel(const float* partial, int64_t blocks, int64_t d, float* dw) {
+  follow();
   __shared__ float part[8][33];
   const int c = threadIdx.x & 31, lane = threadIdx.x >> 5;
   const int64_t i = int64_t(blockIdx.x) * 32 + c;
@@ -194,12 +201,12 @@ bool by_wide_rows(const cpu::NormArgs& a) { return a.d % 4 == 0 && a.d > 1024 &&
 template <Norm kind>
 void forward(const cpu::NormArgs& a, nv_bf16* narrow, cudaStream_t s) {
   if (kind == Norm::rms && by_rows(a)) {
-    if (a.d <= 512) rows_forward_kernel<4><<<blocks_for(a.rows, 8), 256, 0, s>>>(a, narrow);
-    else rows_forward_kernel<8><<<blocks_for(a.rows, 8), 256, 0, s>>>(a, narrow);
+    if (a.d <= 512) enqueue(rows_forward_kernel<4>, blocks_for(a.rows, 8), 256, 0, s, a, narrow);
+    else enqueue(rows_forward_kernel<8>, blocks_for(a.rows, 8), 256, 0, s, a, narrow);
     return;
   }
-  if (a.d <= kNarrowWidth) forward_kernel<kind, kNarrow><<<blocks_for(a.rows, 256 / kNarrow), 256, 0, s>>>(a, narrow);
-  else forward_kernel<kind, kWide><<<unsigned(a.rows), 256, 0, s>>>(a, narrow);
+  if (a.d <= kNarrowWidth) enqueue(forward_kernel<kind, kNarrow>, blocks_for(a.rows, 256 / kNarrow), 256, 0, s, a, narrow);
+  else enqueue(forward_kernel<kind, kWide>, unsigned(a.rows), 256, 0, s, a, narrow);
 }
 template <Norm kind>
 void backward(const cpu::NormArgs& a, bool fresh_x, bool fresh_gate, cudaStream_t s) {
@@ -207,18 +214,18 @@ void backward(const cpu::NormArgs& a, bool fresh_x, bool fresh_gate, cudaStream_
   if (kind == Norm::rms && a.dx && (by_rows(a) || by_wide_rows(a))) {
     const int64_t blocks = norm_parts(a.rows);
     const size_t bytes = size_t(32 * a.d);
-    if (a.d > 3072) wide_backward_kernel<8><<<unsigned(blocks), 256, 0, s>>>(a, fresh_x);
-    else if (a.d > 1024) wide_backward_kernel<3><<<unsigned(blocks), 256, 0, s>>>(a, fresh_x);
-    else if (a.d <= 512) rows_backward_kernel<4><<<unsigned(blocks), 256, bytes, s>>>(a, fresh_x);
-    else rows_backward_kernel<8><<<unsigned(blocks), 256, bytes, s>>>(a, fresh_x);
-    if (a.dw) join_kernel<<<blocks_for(a.d, 32), 256, 0, s>>>(a.partial, blocks, a.d, a.dw);
+    if (a.d > 3072) enqueue(wide_backward_kernel<8>, unsigned(blocks), 256, 0, s, a, fresh_x);
+    else if (a.d > 1024) enqueue(wide_backward_kernel<3>, unsigned(blocks), 256, 0, s, a, fresh_x);
+    else if (a.d <= 512) enqueue(rows_backward_kernel<4>, unsigned(blocks), 256, bytes, s, a, fresh_x);
+    else enqueue(rows_backward_kernel<8>, unsigned(blocks), 256, bytes, s, a, fresh_x);
+    if (a.dw) enqueue(join_kernel, blocks_for(a.d, 32), 256, 0, s, a.partial, blocks, a.d, a.dw);
     return;
   }
-  if (a.d <= kNarrowWidth) backward_kernel<kind, kNarrow><<<blocks_for(a.rows, 256 / kNarrow), 256, 0, s>>>(a, fresh_x, fresh_gate);
-  else backward_kernel<kind, kWide><<<unsigned(a.rows), 256, 0, s>>>(a, fresh_x, fresh_gate);
+  if (a.d <= kNarrowWidth) enqueue(backward_kernel<kind, kNarrow>, blocks_for(a.rows, 256 / kNarrow), 256, 0, s, a, fresh_x, fresh_gate);
+  else enqueue(backward_kernel<kind, kWide>, unsigned(a.rows), 256, 0, s, a, fresh_x, fresh_gate);
   if (!a.dw) return;
-  gain_kernel<kind><<<dim3(unsigned(blocks), blocks_for(a.d, 128)), 128, 0, s>>>(a);
-  join_kernel<<<blocks_for(a.d, 32), 256, 0, s>>>(a.partial, blocks, a.d, a.dw);
+  enqueue(gain_kernel<kind>, dim3(unsigned(blocks), blocks_for(a.d, 128)), 128, 0, s, a);
+  enqueue(join_kernel, blocks_for(a.d, 32), 256, 0, s, a.partial, blocks, a.d, a.dw);
 }
 
 }  // namespace

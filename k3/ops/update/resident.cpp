@@ -33,6 +33,7 @@ struct ResidentUpdate::Lists {
   bool padded = false;
   float decay = 0;
   cuda::StepGate* gate;
+  std::vector<cuda::LateRows> late;
 };
 
 template <class T>
@@ -55,6 +56,25 @@ ResidentUpdate::ResidentUpdate(std::vector<Param*> all, std::vector<AdamW> adamw
     begins.push_back(begins.back() + int32_t(cuda::update_blocks(p->grad.size())));
   }
   l.grads = keep(grads), l.touched = keep(touched), l.sizes = keep(sizes), l.norm_begins = keep(begins), l.norm_blocks = begins.back();
+
+  l.gate = reinterpret_cast<cuda::StepGate*>(lists_.emplace_back(sizeof(cuda::StepGate), Device::cuda).data());
+  auto is_late = [](const AdamW& a) {
+    return !a.param->touched.empty() && a.param->narrow.empty() && a.param->value.rank() == 2 && a.param->value.cols() % 4 == 0;
+  };
+  auto place = std::stable_partition(adamw_.begin(), adamw_.end(), [&](const AdamW& a) { return !is_late(a); });
+  late_.assign(place, adamw_.end()), adamw_.erase(place, adamw_.end());
+  for (size_t i = 0; i < late_.size(); ++i) {
+    Param& p = *late_[i].param;
+    const int64_t rows = p.value.rows();
+    cuda::LateRows r{p.value.f32(), late_[i].m.f32(), late_[i].v.f32(), p.grad.f32(), p.touched.as<uint8_t>(), rows, p.value.cols()};
+    r.done = reinterpret_cast<int32_t*>(lists_.emplace_back(size_t(rows) * 4, Device::cuda).data());
+    r.state = reinterpret_cast<cuda::LateState*>(lists_.emplace_back(sizeof(cuda::LateState), Device::cuda).data());
+    r.gate = l.gate;
+    l.late.push_back(r);
+    p.catch_up = [lists = at_.get(), i]([[maybe_unused]] const int32_t* ids, [[maybe_unused]] int64_t count) {
+      if constexpr (gpu::kBuilt) gpu::check(cuda::late_catch_up(lists->late[i], ids, count, gpu::stream()));
+    };
+  }
 
   begins = {0};
   for (const AdamW& a : adamw_) begins.push_back(begins.back() + int32_t(cuda::update_blocks(a.m.size())));
@@ -94,7 +114,16 @@ ResidentUpdate::ResidentUpdate(std::vector<Param*> all, std::vector<AdamW> adamw
   }
   l.blocks = keep(blocks), l.x_begins = keep(x_begins), l.tile_begins = keep(begins);
   l.tiles = begins.back(), l.matrices = int64_t(blocks.size()), l.elements = x_begins.back();
-  l.gate = reinterpret_cast<cuda::StepGate*>(lists_.emplace_back(sizeof(cuda::StepGate), Device::cuda).data());
+}
+
+ResidentUpdate::~ResidentUpdate() {
+  for (const AdamW& a : late_) {
+    try {
+      a.param->catch_up(nullptr, a.param->value.rows());
+    } catch (const Error&) {  // the GPU is lost, and what it held with it
+    }
+    a.param->catch_up = nullptr;
+  }
 }
 
 // Five steps leave the result in y. Z = b S + c S S without a I: that comes with X, which is C of the last product.
@@ -109,9 +138,9 @@ void ResidentUpdate::orthogonalise([[maybe_unused]] void* xs, [[maybe_unused]] v
         const Product gram{m, m, n, nullptr, n, false, nullptr, n, true, nullptr, m, false};
         const Product square{m, m, m, nullptr, m, false, nullptr, m, false, nullptr, m, false};
         const Product apply{m, n, m, nullptr, m, false, nullptr, n, false, nullptr, n, false};
-        gpu::check(cuda::blas_products({gram, from, from, s, s, true, 1, 0, g.count, m * n, m * n, m * m}, gpu::stream()));
-        gpu::check(cuda::blas_products({square, s, s, s, z, true, kC, kB, g.count, m * m, m * m, m * m}, gpu::stream()));
-        gpu::check(cuda::blas_products({apply, z, from, from, to, true, 1, kA, g.count, m * m, m * n, m * n}, gpu::stream()));
+        gpu::check(cuda::blas_products({gram, from, from, s, s, true, 1, 0, g.count, m * n, m * n, m * m, true}, gpu::stream()));
+        gpu::check(cuda::blas_products({square, s, s, s, z, true, kC, kB, g.count, m * m, m * m, m * m, true}, gpu::stream()));
+        gpu::check(cuda::blas_products({apply, z, from, from, to, true, 1, kA, g.count, m * m, m * n, m * n, true}, gpu::stream()));
         std::swap(from, to);
       }
     };
@@ -151,6 +180,13 @@ void ResidentUpdate::step(Context& c, const AdamWOptions& a, const MuonOptions& 
         list.push_back({t.param->value.f32(), t.m.f32(), t.v.f32(), t.param->grad.f32(), t.param->narrow.empty() ? nullptr : t.param->narrow.data(),
                         t.param->touched.empty() ? nullptr : t.param->touched.as<uint8_t>(), t.m.size(), t.decay ? a.weight_decay : 0.f});
       l.adamw = keep(list), l.decay = a.weight_decay;
+    }
+    for (size_t i = 0; i < late_.size(); ++i) {
+      cuda::LateRows& r = l.late[i];
+      const float decay = late_[i].decay ? a.weight_decay : 0.f;
+      if (r.decay != decay || r.beta1 != a.beta1 || r.beta2 != a.beta2 || r.eps != a.eps)  // what is behind is so by the old ones
+        late_[i].param->catch_up(nullptr, r.rows), r.decay = decay, r.beta1 = a.beta1, r.beta2 = a.beta2, r.eps = a.eps;
+      gpu::check(cuda::late_update(r, gpu::stream()));
     }
     if (!adamw_.empty())
       gpu::check(cuda::adamw({l.adamw, l.adamw_begins, int64_t(adamw_.size()), l.adamw_blocks, a.beta1, a.beta2, a.eps, l.gate}, gpu::stream()));

@@ -8,7 +8,7 @@
 //
 // The arithmetic is that of adamw_step and muon_step (update.h); where training multiplies in bfloat16, Newton-Schulz runs on bfloat16 matrices, as
 // it is usually done: X X^T, its polynomial and X <- a X + Z X, matrices of one shape together. Param::narrow is renewed with the value. The
-// shapes of Muon run side by side.
+// shapes of Muon run side by side. Where a step touches few rows of a parameter (Param::touched), the others' updates come late (Param::catch_up).
 #include <functional>
 #include <memory>
 #include <vector>
@@ -32,6 +32,8 @@ class ResidentUpdate {
     int64_t blocks;
   };
   ResidentUpdate(std::vector<Param*> all, std::vector<AdamW> adamw, std::vector<Muon> muon);
+  ~ResidentUpdate();  // no row is behind then
+  ResidentUpdate(const ResidentUpdate&) = delete;
   void step(Context& c, const AdamWOptions& adamw, const MuonOptions& muon, double clip, std::function<void(const GradientNorm&)> done);
   // Before each run of a captured step(): what of its options changes.
   void set(float adamw_lr, float muon_lr, int64_t step) { adamw_lr_ = adamw_lr, muon_lr_ = muon_lr, step_ = step; }
@@ -45,7 +47,7 @@ class ResidentUpdate {
   void orthogonalise(void* x, void* y, void* s, void* z, gpu::Branches& side) const;
 
   std::vector<Param*> all_;
-  std::vector<AdamW> adamw_;
+  std::vector<AdamW> adamw_, late_;  // late_: of few touched rows
   std::vector<Muon> muon_;
   std::vector<Group> groups_;
   std::vector<Buffer> lists_;

@@ -1,5 +1,5 @@
 // Bound: bytes. Split: a block has kUpdateBlock elements of one tensor, or a tile of one matrix, found by bisection.
-#include "k3/core/block.cuh"
+#include "k3/core/enqueue.cuh"
 #include "k3/core/tile.cuh"
 #include "k3/ops/update/resident_cuda.h"
 
@@ -32,6 +32,7 @@ __device__ double block_sum(double x) {
 }
 
 __global__ void __launch_bounds__(kThreads) squares_kernel(const NormArgs a) {
+  follow();
   const int i = find(a.begins, int(a.count), int32_t(blockIdx.x));
   const float* x = a.grads[i];
   const int64_t first = (int64_t(blockIdx.x) - a.begins[i]) * kUpdateBlock, n = min(kUpdateBlock, a.sizes[i] - first);
@@ -54,12 +55,14 @@ __global__ void __launch_bounds__(kThreads) squares_kernel(const NormArgs a) {
   if (threadIdx.x == 0) a.partial[blockIdx.x] = sum;
 }
 __global__ void __launch_bounds__(kThreads) totals_kernel(const NormArgs a) {
+  follow();
   double sum = 0;
   for (int32_t b = a.begins[blockIdx.x] + int32_t(threadIdx.x); b < a.begins[blockIdx.x + 1]; b += kThreads) sum += a.partial[b];
   sum = block_sum(sum);
   if (threadIdx.x == 0) a.sums[blockIdx.x] = sum;
 }
 __global__ void __launch_bounds__(kThreads) gate_kernel(const NormArgs a) {
+  follow();
   double sum = 0;
   for (int64_t i = threadIdx.x; i < a.count; i += kThreads) sum += a.sums[i];
   sum = block_sum(sum);
@@ -68,12 +71,16 @@ __global__ void __launch_bounds__(kThreads) gate_kernel(const NormArgs a) {
   *a.gate = {norm, a.clip > 0 && norm > a.clip ? float(a.clip / norm) : 1.f, isfinite(norm), *a.rates};
 }
 
-__device__ __forceinline__ void adamw_element(const AdamwListArgs& a, const StepRates& s, float decay, float g, float& w, float& m, float& v) {
-  m = a.beta1 * m + (1.f - a.beta1) * g, v = a.beta2 * v + (1.f - a.beta2) * g * g;
-  w -= s.adamw_lr * (m * s.correct1 / (sqrtf(v * s.correct2) + a.eps) + decay * w);
+// Which products are rounded before they are added is said here, not left to the compiler: a row that is updated late has the same bits.
+template <class Args>
+__device__ __forceinline__ void adamw_element(const Args& a, const StepRates& s, float decay, float g, float& w, float& m, float& v) {
+  m = __fmaf_rn(a.beta1, m, __fmul_rn(1.f - a.beta1, g)), v = __fmaf_rn(__fmul_rn(1.f - a.beta2, g), g, __fmul_rn(a.beta2, v));
+  const float step = __fdiv_rn(__fmul_rn(m, s.correct1), __fadd_rn(__fsqrt_rn(__fmul_rn(v, s.correct2)), a.eps));
+  w = __fmaf_rn(-s.adamw_lr, __fmaf_rn(decay, w, step), w);
 }
 
 __global__ void __launch_bounds__(kThreads) adamw_kernel(const AdamwListArgs a) {
+  follow();
   const StepGate gate = *a.gate;
   if (!gate.finite) return;
   const int32_t part = int32_t(blockIdx.x);
@@ -117,7 +124,78 @@ __global__ void __launch_bounds__(kThreads) adamw_kernel(const AdamwListArgs a) 
   }
 }
 
+// Updates [from, to) of a row without a gradient, all threads of the block.
+__device__ void replay(const LateRows& a, int64_t row, int32_t from, int32_t to) {
+  __shared__ StepRates rates[kLateKept];
+  for (int32_t u = from + int32_t(threadIdx.x); u < to; u += kThreads) rates[u % kLateKept] = a.state->rates[u % kLateKept];
+  __syncthreads();
+  for (int64_t c = threadIdx.x * 4; c < a.d; c += kThreads * 4) {
+    float w[4], m[4], v[4];
+    const int64_t at = row * a.d + c;
+    *reinterpret_cast<float4*>(w) = *reinterpret_cast<const float4*>(a.weight + at), *reinterpret_cast<float4*>(m) = *reinterpret_cast<const float4*>(a.m + at);
+    *reinterpret_cast<float4*>(v) = *reinterpret_cast<const float4*>(a.v + at);
+    bool rests = true;  // never had a gradient
+#pragma unroll
+    for (int e = 0; e < 4; ++e) rests &= m[e] == 0.f && v[e] == 0.f;
+    if (rests) {
+      for (int32_t u = from; u < to; ++u)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) w[e] = __fmaf_rn(-rates[u % kLateKept].adamw_lr, __fmul_rn(a.decay, w[e]), w[e]);
+    } else {
+      for (int32_t u = from; u < to; ++u)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) adamw_element(a, rates[u % kLateKept], a.decay, 0.f, w[e], m[e], v[e]);
+      *reinterpret_cast<float4*>(a.m + at) = *reinterpret_cast<const float4*>(m), *reinterpret_cast<float4*>(a.v + at) = *reinterpret_cast<const float4*>(v);
+    }
+    *reinterpret_cast<float4*>(a.weight + at) = *reinterpret_cast<const float4*>(w);
+  }
+}
+__device__ void bring_up_to_date(const LateRows& a, int64_t row) {
+  __shared__ int32_t from;
+  const int32_t to = a.state->updates;
+  if (threadIdx.x == 0) from = atomicExch(a.done + row, to);  // the first block of a row does it
+  __syncthreads();
+  if (from < to) replay(a, row, from, to);
+}
+__global__ void __launch_bounds__(kThreads) catch_up_kernel(const LateRows a, const int32_t* ids) {
+  follow();
+  const int64_t row = ids ? ids[blockIdx.x] : int64_t(blockIdx.x);
+  if (row >= 0) bring_up_to_date(a, row);
+}
+__global__ void __launch_bounds__(kThreads) turn_kernel(const LateRows a) {
+  follow();
+  const int64_t row = int64_t(blockIdx.x) * kLateTurns + a.state->updates % kLateTurns;
+  if (row < a.rows) bring_up_to_date(a, row);
+}
+__global__ void __launch_bounds__(kThreads) late_kernel(const LateRows a) {  // a warp a row
+  follow();
+  const int64_t row = int64_t(blockIdx.x) * (kThreads / 32) + (threadIdx.x >> 5);
+  if (row >= a.rows || !a.touched[row * a.d / kUpdateBlock]) return;
+  const StepGate gate = *a.gate;
+  const int32_t now = a.state->updates;
+  if (!gate.finite || a.done[row] != now) return;
+  for (int64_t c = (threadIdx.x & 31) * 4; c < a.d; c += 128) {
+    float w[4], m[4], v[4], g[4];
+    const int64_t at = row * a.d + c;
+    *reinterpret_cast<float4*>(w) = *reinterpret_cast<const float4*>(a.weight + at), *reinterpret_cast<float4*>(m) = *reinterpret_cast<const float4*>(a.m + at);
+    *reinterpret_cast<float4*>(v) = *reinterpret_cast<const float4*>(a.v + at), *reinterpret_cast<float4*>(g) = *reinterpret_cast<const float4*>(a.grad + at);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) adamw_element(a, gate.rates, a.decay, g[e] * gate.scale, w[e], m[e], v[e]);
+    *reinterpret_cast<float4*>(a.weight + at) = *reinterpret_cast<const float4*>(w), *reinterpret_cast<float4*>(a.m + at) = *reinterpret_cast<const float4*>(m);
+    *reinterpret_cast<float4*>(a.v + at) = *reinterpret_cast<const float4*>(v);
+  }
+  __syncwarp();
+  if ((threadIdx.x & 31) == 0) a.done[row] = now + 1;
+}
+__global__ void __launch_bounds__(32) count_kernel(const LateRows a) {
+  follow();
+  if (threadIdx.x || !a.gate->finite) return;
+  a.state->rates[a.state->updates % kLateKept] = a.gate->rates;
+  ++a.state->updates;
+}
+
 __global__ void __launch_bounds__(kThreads) clear_kernel(float* grad, int64_t n, uint8_t* touched) {
+  follow();
   const bool some = touched[blockIdx.x];
   __syncthreads();
   if (!some) return;
@@ -139,6 +217,7 @@ struct Tile {
 };
 
 __global__ void __launch_bounds__(kThreads) ahead_kernel(const MuonListArgs a) {
+  follow();
   __shared__ float turned[T][T + 1];
   const StepGate gate = *a.gate;
   const Tile t(a);
@@ -180,12 +259,14 @@ __global__ void __launch_bounds__(kThreads) ahead_kernel(const MuonListArgs a) {
       if (t.r0 + r < b.rows && t.c0 + c < b.cols) x[int64_t(t.c0 + c) * b.ld + t.r0 + r] = __float2bfloat16_rn(turned[r][c]);
 }
 __global__ void __launch_bounds__(kThreads) factors_kernel(const MuonListArgs a) {
+  follow();
   double sum = 0;
   for (int32_t b = a.tile_begins[blockIdx.x] + int32_t(threadIdx.x); b < a.tile_begins[blockIdx.x + 1]; b += kThreads) sum += a.partial[b];
   sum = block_sum(sum);
   if (threadIdx.x == 0) a.factors[blockIdx.x] = float(1 / (sqrt(sum) + 1e-7));
 }
 __global__ void __launch_bounds__(kThreads) normalise_kernel(const MuonListArgs a) {  // sizes are multiples of 8
+  follow();
   const int64_t at = (int64_t(blockIdx.x) * kThreads + threadIdx.x) * 8;
   if (at >= a.elements) return;
   const float f = a.factors[find(a.x_begins, int(a.count), at)];
@@ -198,6 +279,7 @@ __global__ void __launch_bounds__(kThreads) normalise_kernel(const MuonListArgs 
 }
 
 __global__ void __launch_bounds__(kThreads) apply_kernel(const MuonListArgs a) {
+  follow();
   __shared__ float turned[T][T + 1];
   if (!a.gate->finite) return;
   const Tile t(a);
@@ -237,28 +319,39 @@ __global__ void __launch_bounds__(kThreads) apply_kernel(const MuonListArgs a) {
 }  // namespace
 
 const char* gradient_norm(const NormArgs& a, void* stream) {
-  if (a.blocks) squares_kernel<<<unsigned(a.blocks), kThreads, 0, stream_of(stream)>>>(a);
-  if (a.count) totals_kernel<<<unsigned(a.count), kThreads, 0, stream_of(stream)>>>(a);
-  gate_kernel<<<1, kThreads, 0, stream_of(stream)>>>(a);
+  if (a.blocks) enqueue(squares_kernel, unsigned(a.blocks), kThreads, 0, stream_of(stream), a);
+  if (a.count) enqueue(totals_kernel, unsigned(a.count), kThreads, 0, stream_of(stream), a);
+  enqueue(gate_kernel, 1, kThreads, 0, stream_of(stream), a);
   return launched();
 }
 const char* clear_touched(float* grad, int64_t n, uint8_t* touched, void* stream) {
-  if (n) clear_kernel<<<unsigned(update_blocks(n)), kThreads, 0, stream_of(stream)>>>(grad, n, touched);
+  if (n) enqueue(clear_kernel, unsigned(update_blocks(n)), kThreads, 0, stream_of(stream), grad, n, touched);
   return launched();
 }
 const char* adamw(const AdamwListArgs& a, void* stream) {
-  if (a.blocks) adamw_kernel<<<unsigned(a.blocks), kThreads, 0, stream_of(stream)>>>(a);
+  if (a.blocks) enqueue(adamw_kernel, unsigned(a.blocks), kThreads, 0, stream_of(stream), a);
+  return launched();
+}
+const char* late_update(const LateRows& a, void* stream) {
+  if (a.rows == 0) return nullptr;
+  enqueue(late_kernel, blocks_for(a.rows, kThreads / 32), kThreads, 0, stream_of(stream), a);
+  enqueue(count_kernel, 1, 32, 0, stream_of(stream), a);
+  enqueue(turn_kernel, blocks_for(a.rows, kLateTurns), kThreads, 0, stream_of(stream), a);
+  return launched();
+}
+const char* late_catch_up(const LateRows& a, const int32_t* ids, int64_t count, void* stream) {
+  if (count) enqueue(catch_up_kernel, unsigned(count), kThreads, 0, stream_of(stream), a, ids);
   return launched();
 }
 const char* muon_ahead(const MuonListArgs& a, void* stream) {
   if (a.count == 0) return nullptr;
-  ahead_kernel<<<unsigned(a.tiles), kThreads, 0, stream_of(stream)>>>(a);
-  factors_kernel<<<unsigned(a.count), kThreads, 0, stream_of(stream)>>>(a);
-  normalise_kernel<<<blocks_for(a.elements, 8 * kThreads), kThreads, 0, stream_of(stream)>>>(a);
+  enqueue(ahead_kernel, unsigned(a.tiles), kThreads, 0, stream_of(stream), a);
+  enqueue(factors_kernel, unsigned(a.count), kThreads, 0, stream_of(stream), a);
+  enqueue(normalise_kernel, blocks_for(a.elements, 8 * kThreads), kThreads, 0, stream_of(stream), a);
   return launched();
 }
 const char* muon_apply(const MuonListArgs& a, void* stream) {
-  if (a.tiles) apply_kernel<<<unsigned(a.tiles), kThreads, 0, stream_of(stream)>>>(a);
+  if (a.tiles) enqueue(apply_kernel, unsigned(a.tiles), kThreads, 0, stream_of(stream), a);
   return launched();
 }
 

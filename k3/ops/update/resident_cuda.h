@@ -52,6 +52,26 @@ struct AdamwListArgs {
 };
 const char* adamw(const AdamwListArgs&, void* stream);
 
+// AdamW of a table of which a step touches few rows. A row without a gradient needs no gradient to be updated, so it is left behind and brought up to
+// date, update after update in registers, when it is read, or once in kLateTurns updates. Its numbers are those of an update a step.
+constexpr int32_t kLateTurns = 48, kLateKept = 64;
+struct LateState {             // zeros to begin with
+  int32_t updates;             // made
+  StepRates rates[kLateKept];  // of the last ones, at their number modulo kLateKept
+};
+struct LateRows {
+  float *weight, *m, *v;   // (rows, d), d a multiple of 4
+  const float* grad;       // (rows, d)
+  const uint8_t* touched;  // as in AdamwTensor; a row with a gradient was brought up to date before
+  int64_t rows, d;
+  int32_t* done;  // (rows): how many of the updates a row has, zeros to begin with
+  LateState* state;
+  float decay, beta1, beta2, eps;
+  const StepGate* gate;
+};
+const char* late_update(const LateRows&, void* stream);
+const char* late_catch_up(const LateRows&, const int32_t* ids, int64_t count, void* stream);  // rows of these ids; null: the first `count`
+
 // Muon with products in bfloat16: a block of rows becomes a matrix x (m, n) of bfloat16, m <= n (transposed when it is tall), padded with zeros to
 // multiples of 8; tiles of kMuonTile x kMuonTile of the block.
 constexpr int64_t kMuonTile = 64;

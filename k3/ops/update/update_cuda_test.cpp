@@ -1,6 +1,8 @@
 // The optimizers on the GPU against the CPU.
 #include <gtest/gtest.h>
 
+#include <cstring>
+
 #include "k3/ops/linear/linear.h"
 #include "k3/ops/testing.h"
 #include "k3/ops/update/resident.h"
@@ -85,6 +87,69 @@ TEST(update, cuda_muon_equals_cpu) {
           return out;
         },
         false);
+}
+
+// A table of which each step touches a few rows, 130 times, so that rows are behind by more than what is kept of the rates; beside it the same table
+// with a whole gradient. Rows lie across the grain of Param::touched.
+TEST(update, cuda_late_rows_are_those_of_an_update_a_step) {
+  if (const std::string why = gpu::why_not(); !why.empty()) GTEST_SKIP() << why;
+  const int64_t rows = 301, d = 300, n = rows * d, parts = (n + kGradPart - 1) / kGradPart;
+  Step step(false, size_t(1) << 26, Device::cuda);
+  Context& c = step.context;
+  struct Table {
+    Param* p;
+    Tensor m, v;
+    std::unique_ptr<ResidentUpdate> update;
+  };
+  auto table = [&](bool late) {
+    Param& p = step.keep(step.param("table", Values(n, 1), {rows, d}, false));
+    Table t{&p, step.param("m", Values(n, 0, 0), {rows, d}, false).value, step.param("v", Values(n, 0, 0), {rows, d}, false).value, nullptr};
+    p.grad = step.param("g", Values(n, 0, 0), {rows, d}, false).value;
+    if (late) p.touched = step.arena().lend_zeroed(DType::u8, {parts});
+    t.update = std::make_unique<ResidentUpdate>(std::vector<Param*>{&p}, std::vector<ResidentUpdate::AdamW>{{&p, t.m, t.v, true}},
+                                                std::vector<ResidentUpdate::Muon>{});
+    return t;
+  };
+  Table late = table(true), whole = table(false);
+  ASSERT_TRUE(late.p->catch_up);
+  ASSERT_FALSE(whole.p->catch_up);
+  const Rng rng{5, 9};
+  Tensor ids_there = step.arena().lend(DType::i32, {8});
+  AdamWOptions a{.weight_decay = 0.1f, .step = 1};
+  for (uint64_t s = 0; s < 130; ++s) {
+    std::vector<int32_t> ids;  // one often, one in the first half of the rows seldom, some twice, a row of padding
+    for (uint64_t i = 0; i < 6; ++i) ids.push_back(int32_t(i ? rng.below(uint64_t(rows) / (s % 7 ? 4 : 1), s * 8 + i) : 7));
+    ids.push_back(ids[3]), ids.push_back(-1);
+    const bool bad = s == 40;
+    Values g(n, 0, 0), some(8 * d, 100 + s);
+    std::vector<uint8_t> touched(size_t(parts), 0);
+    for (int64_t i = 0; i < 7; ++i) {
+      for (int64_t j = 0; j < d; ++j) g[ids[size_t(i)] * d + j] = bad && i == 2 ? NAN : some[i * d + j];
+      for (int64_t q = ids[size_t(i)] * d / kGradPart; q <= (ids[size_t(i)] * d + d - 1) / kGradPart; ++q) touched[size_t(q)] = 1;
+    }
+    write(ids_there, ids.data());
+    late.p->catch_up(ids_there.i32(), 8);
+    for (int64_t i = 0; i < 7; ++i) {
+      const Tensor x = late.p->value.row_range(ids[size_t(i)], ids[size_t(i)] + 1), y = whole.p->value.row_range(ids[size_t(i)], ids[size_t(i)] + 1);
+      ASSERT_EQ(0, std::memcmp(HostCopy(x).f32(), HostCopy(y).f32(), x.bytes())) << "read before step " << s;
+    }
+    write(late.p->touched, touched.data());
+    a.lr = 0.01f / float(1 + s);
+    for (Table* t : {&late, &whole}) {
+      write(t->p->grad, g.data());
+      bool finite = false;
+      t->update->step(c, a, {}, 3, [&](const GradientNorm& norm) { finite = norm.bad.empty(); });
+      ASSERT_EQ(finite, !bad) << s;
+    }
+    if (!bad) ++a.step;
+  }
+  auto same = [](const Tensor& x, const Tensor& y) { return 0 == std::memcmp(HostCopy(x).f32(), HostCopy(y).f32(), x.bytes()); };
+  EXPECT_FALSE(same(late.p->value, whole.p->value)) << "no row was behind";
+  late.update.reset();
+  EXPECT_FALSE(late.p->catch_up);
+  EXPECT_TRUE(same(late.p->value, whole.p->value));
+  EXPECT_TRUE(same(late.m, whole.m));
+  EXPECT_TRUE(same(late.v, whole.v));
 }
 
 // Three steps of a whole optimizer from resident lists; on the CPU the same by the operators one after another.
