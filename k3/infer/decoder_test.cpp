@@ -213,14 +213,14 @@ TEST_F(decoder, a_step_gives_the_bits_of_reading_token_by_token_and_all_at_once)
 TEST_P(filled_decoder, filler_rows_full_of_nan_change_nothing) {
   Small small(GetParam().config, GetParam().form);
   const int64_t vocabulary = small.model.config().vocab_size;
-  for (int64_t n : testing::few_shapes() ? std::vector<int64_t>{3} : std::vector<int64_t>{1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 17, 33}) {
-    std::vector<DecodeRow> rows, among;  // the same rows, and two fillers before, between and after them
+  for (int64_t n : testing::few_shapes() ? std::vector<int64_t>{1, 3} : std::vector<int64_t>{1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 17, 33}) {
+    std::vector<DecodeRow> rows, among;  // the same rows, and two fillers before, between and after them; of one row one filler: all in one kernel
     for (int64_t s = 0; s < n; ++s) {
       rows.push_back(small.row(s));
-      if (s % 5 == 0) among.insert(among.end(), 2, {-1, {}, 3});
+      if (s % 5 == 0) among.insert(among.end(), n == 1 ? 1 : 2, {-1, {}, 3});
       among.push_back(small.row(s));
     }
-    among.push_back({-1, {}, 0});
+    if (n > 1) among.push_back({-1, {}, 0});
     const Decoded alone = run(small, rows, 35, 19, true), with = run(small, among, 35, 19, true);
     EXPECT_TRUE(alone.states == with.states) << n << " rows";
     size_t next = 0;

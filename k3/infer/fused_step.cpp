@@ -16,6 +16,7 @@
 #include "k3/ops/step/kda_cuda.h"
 #include "k3/ops/step/latent_cuda.h"
 #include "k3/ops/step/product_cuda.h"
+#include "k3/ops/step/whole_cuda.h"
 
 namespace k3 {
 
@@ -85,6 +86,11 @@ struct FusedStep::Parts {
   };
   std::vector<Layer> layers;
   Depth output;
+  // of steps in one kernel
+  bool whole = false;
+  Buffer counters{2 * sizeof(uint32_t), Device::cuda};
+  std::vector<Buffer> stamped;  // where a step's stamped vectors lie, one after the other; nothing else is ever there
+  Buffer list;                  // phases of a step that is not captured
   Activation activation;
 
   const Param* find(const std::string& name) const { return model.params().find(name); }
@@ -120,21 +126,51 @@ struct FusedStep::Parts {
       }
     }
     output = depth("model.output_attn_res");
+    const bool has_kda = std::count(config.mixer_of_layer.begin(), config.mixer_of_layer.end(), "kda") > 0;
+    const int64_t widest = std::max({2 * config.hidden_size, config.intermediate_size, config.kda_num_heads * config.kda_head_dim,
+                                     config.num_attention_heads * config.v_head_dim, config.num_experts_per_token * config.moe_intermediate_size,
+                                     config.latent_size() + config.num_shared_experts * config.moe_intermediate_size});
+    const int64_t sources = mixes ? (config.num_hidden_layers + config.attn_res_block_size - 1) / config.attn_res_block_size + 1 : 1;
+    whole = widest <= 4096 && (!has_kda || config.kda_head_dim <= 64) && config.kv_lora_rank + config.qk_rope_head_dim <= 160 &&
+            config.num_experts <= 32 && sources <= 4;
+    if constexpr (gpu::kBuilt) whole = whole && cuda::whole_fits();
   }
 
   // One step. What a launch reads and writes lies in the arena; sums over depth are kept as the model keeps them.
   struct Run {
-    const Parts& p;
+    Parts& p;
     Context& c;
     const DeviceStep& step;
     int rows;
     std::vector<const float*> blocks;
     const float* sum;
     float* normed;
+    cuda::StepList* list;         // to be filled, or null: everything is launched at once
+    size_t buffer = 0, used = 0;  // of p.stamped
 
-    float* room(int64_t width) { return c.arena->lend(DType::f32, {rows, width}).f32(); }
-    static void run(const cuda::StepProductArgs& a) {
-      if constexpr (gpu::kBuilt) gpu::check(cuda::step_product(a, gpu::stream()));
+    float* room(int64_t width) {
+      if (!list) return c.arena->lend(DType::f32, {rows, width}).f32();
+      const size_t bytes = (size_t(rows * width) * 8 + 255) / 256 * 256;
+      if (buffer < p.stamped.size() && used + bytes > p.stamped[buffer].bytes()) ++buffer, used = 0;
+      while (buffer < p.stamped.size() && bytes > p.stamped[buffer].bytes()) ++buffer;
+      if (buffer == p.stamped.size()) p.stamped.emplace_back(std::max(bytes, size_t(4) << 20), Device::cuda);
+      used += bytes;
+      return reinterpret_cast<float*>(p.stamped[buffer].data() + used - bytes);
+    }
+    void run(const cuda::StepProductArgs& a) {
+      if constexpr (gpu::kBuilt) gpu::check(list ? list->product(a) : cuda::step_product(a, gpu::stream()));
+    }
+    void run(const cuda::StepInput& x, float* to) {
+      if constexpr (gpu::kBuilt) gpu::check(list ? list->input(x, rows, to, false) : cuda::step_input(x, rows, to, gpu::stream()));
+    }
+    void run(const cuda::StepKdaArgs& a) {
+      if constexpr (gpu::kBuilt) gpu::check(list ? list->kda(a) : cuda::step_kda(a, gpu::stream()));
+    }
+    void run(const cuda::StepLatentArgs& a) {
+      if constexpr (gpu::kBuilt) gpu::check(list ? list->latent(a) : cuda::step_latent(a, gpu::stream()));
+    }
+    void run(const cuda::StepExpertsArgs& a) {
+      if constexpr (gpu::kBuilt) gpu::check(list ? list->experts(a) : cuda::step_experts(a, gpu::stream()));
     }
     cuda::StepInput plain(const float* x, int64_t width) const {
       cuda::StepInput in;
@@ -161,7 +197,7 @@ struct FusedStep::Parts {
       in.mix_gain = depth.norm->value.f32(), in.query = depth.query->value.f32(), in.mix_eps = float(p.config.rms_norm_eps);
       return in;
     }
-    cuda::StepProductArgs product(const cuda::StepInput& x) const {
+    cuda::StepProductArgs product(const cuda::StepInput& x) {
       cuda::StepProductArgs a;
       a.rows = rows, a.x = x, a.normed = normed;
       return a;
@@ -202,7 +238,7 @@ struct FusedStep::Parts {
       k.scale = layer.delta->memory.shape().scale, k.eps = float(p.config.rms_norm_eps);
       k.memory = layer.delta->memory.memory(), k.slot_floats = layer.delta->memory.bytes_per_slot() / 4;
       k.y = room(p.config.kda_num_heads * p.config.kda_head_dim);
-      if constexpr (gpu::kBuilt) gpu::check(cuda::step_kda(k, gpu::stream()));
+      run(k);
       a = product(plain(k.y, p.config.kda_num_heads * p.config.kda_head_dim));
       join(2 * l, a, get("o_proj.weight"));
     }
@@ -229,7 +265,7 @@ struct FusedStep::Parts {
       m.table = layer.latent->cache.table(), m.table_blocks = TokenCache::kTableBlocks;
       m.q_latent = room(m.heads * (m.rank + m.rope)), m.partial = room(int64_t(m.heads) * cuda::kStepSplits * (m.rank + 2));
       m.y = room(m.heads * m.value);
-      if constexpr (gpu::kBuilt) gpu::check(cuda::step_latent(m, gpu::stream()));
+      run(m);
       a = product(plain(m.y, m.heads * m.value));
       join(2 * l, a, get("o_proj.weight"));
     }
@@ -243,7 +279,7 @@ struct FusedStep::Parts {
       float* whole = nullptr;  // the experts read it too when they have no latent space
       if (!latent) {
         whole = room(c.hidden_size);
-        if constexpr (gpu::kBuilt) gpu::check(cuda::step_input(x, rows, whole, gpu::stream()));
+        run(x, whole);
         x = plain(whole, c.hidden_size);
       }
       cuda::StepProductArgs a = product(x);
@@ -266,8 +302,8 @@ struct FusedStep::Parts {
                                       reinterpret_cast<const uint8_t* const*>(layer.experts.scales[i].data())};
       };
       e.w1 = matrix(0), e.w3 = matrix(1), e.w2 = matrix(2);
-      e.chosen = this->c.arena->lend(DType::i32, {rows, e.top_k}).i32(), e.h = room(int64_t(e.top_k) * e.inner), e.u = room(e.latent);
-      if constexpr (gpu::kBuilt) gpu::check(cuda::step_experts(e, gpu::stream()));
+      e.chosen = room(e.top_k), e.h = room(int64_t(e.top_k) * e.inner), e.u = room(e.latent);
+      run(e);
       const Param* up_norm = p.find(at + "routed_expert_norm.weight");
       cuda::StepInput u = up_norm ? normal(e.u, *up_norm, c.rms_norm_eps, e.latent, e.latent) : plain(e.u, e.latent);
       const cuda::StepInput shared = shares ? unit(gate, up, get("shared_experts.down_proj.weight").shape[1]) : cuda::StepInput{};
@@ -301,17 +337,46 @@ FusedStep::FusedStep(Model& model, ModelState& state) {
 FusedStep::~FusedStep() = default;
 
 Tensor FusedStep::logits(Context& c, const Tensor& ids, const DeviceStep& step) {
-  const Parts& p = *parts_;
+  Parts& p = *parts_;
   const int rows = int(ids.size());
-  Var first = embedding(c, ids, *p.model.params().find("model.embed_tokens.weight"));
-  Parts::Run r{p, c, step, rows, {}, first.f32(), nullptr};
-  r.normed = r.room(std::max(p.config.hidden_size, std::max(p.config.intermediate_size, p.config.latent_size())));
+  Param& table = *p.model.params().find("model.embed_tokens.weight");
+  cuda::StepList list;
+  const bool whole = p.whole && rows <= cuda::kStampedRows;
+  Parts::Run r{p, c, step, rows, {}, nullptr, nullptr, whole ? &list : nullptr};
+  if (whole) {
+    float* x = r.room(p.config.hidden_size);
+    if constexpr (gpu::kBuilt)
+      gpu::check(list.begin({rows, int(p.config.hidden_size), ids.i32(), table.value.data(), table.value.dtype() == DType::bf16, x}));
+    r.sum = x;
+  } else {
+    r.sum = embedding(c, ids, table).f32();
+    r.normed = r.room(std::max(p.config.hidden_size, std::max(p.config.intermediate_size, p.config.latent_size())));
+  }
   for (int64_t l = 0; l < p.config.num_hidden_layers; ++l) {
     const Parts::Layer& layer = p.layers[size_t(l)];
     layer.delta ? r.kda(l, layer) : r.mla(l, layer);
     p.config.is_moe(l) ? r.moe(l, layer) : r.dense(l, layer);
   }
-  cuda::StepProductArgs a = r.product(r.read(p.output, *p.find("model.norm.weight")));
+  cuda::StepInput last = r.read(p.output, *p.find("model.norm.weight"));
+  if (whole) {
+    float* x = c.arena->lend(DType::f32, {rows, p.config.hidden_size}).f32();
+    if constexpr (gpu::kBuilt) {
+      gpu::check(list.input(last, rows, x, true));
+      const size_t bytes = list.phases().size() * sizeof(cuda::StepPhase);
+      const void* phases = p.list.data();
+      if (gpu::capturing()) {
+        phases = gpu::kept(list.phases().data(), bytes);
+      } else {
+        if (p.list.bytes() < bytes) p.list = Buffer(bytes, Device::cuda);
+        phases = p.list.data();
+        gpu::upload(p.list.data(), list.phases().data(), bytes);
+      }
+      gpu::check(cuda::step_whole(list, phases, reinterpret_cast<uint32_t*>(p.counters.data()), gpu::stream()));
+    }
+    last = r.plain(x, p.config.hidden_size);
+    r.list = nullptr;
+  }
+  cuda::StepProductArgs a = r.product(last);
   Tensor y = c.arena->lend(DType::f32, {rows, p.config.vocab_size});
   const Param& head = p.model.lm_head();
   a.parts = 1;

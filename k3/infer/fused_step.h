@@ -7,6 +7,8 @@
 //   MoE   mix, norm, router, latent and shared gate and up | choice, first products | second products | up, shared down, residual 4
 //   GLU   mix, norm, gate and up | unit, down, residual                                                                           2
 //
+// One or two rows of a model with small widths: the same as phases of one kernel (ops/step/whole_cuda.h), to the bit; then the head.
+//
 // States are those of Model::new_state(.., deterministic = false).
 #include <memory>
 #include <string>

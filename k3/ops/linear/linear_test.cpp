@@ -477,5 +477,26 @@ TEST(linear, a_row_on_the_gpu_does_not_depend_on_its_neighbours) {
           << rows << " rows from " << at;
 }
 
+// Few rows have a kernel of their own, in two forms by the columns; 40 rows have another. Depths that no slice divides; weights of either kind.
+TEST(linear, few_rows_on_the_gpu_have_the_bits_of_many) {
+  if (const std::string why = gpu::why_not(); !why.empty()) GTEST_SKIP() << why;
+  for (auto [n, k] : {std::array<int64_t, 2>{17001, 8}, {17001, 72}, {16897, 1032}, {64, 1096}, {333, 72}}) {
+    const int64_t m = 40;
+    Values x(m * k, 1), w(n * k, 2);
+    std::vector<bf16> narrow(size_t(n * k));
+    for (int64_t i = 0; i < n * k; ++i) narrow[size_t(i)] = to_bf16(w[i]), w[i] = to_float(narrow[size_t(i)]);
+    testing::Step step(false, size_t(1) << 30, Device::cuda);
+    Param wide = step.param("w", w, {n, k}, false), stored{.name = "w", .value = step.arena().lend(DType::bf16, {n, k})};
+    write(stored.value, narrow.data());
+    Var all = step.input(x, {m, k});
+    const Tensor whole = linear(all, wide).value();
+    for (int64_t rows : {1, 2, 3, 4, 7, 8, 9, 16, 17})
+      for (Param* p : {&wide, &stored})
+        EXPECT_EQ(testing::bytes_of(linear(Var(step.context, all.value().row_range(5, 5 + rows)), *p).value()),
+                  testing::bytes_of(whole.row_range(5, 5 + rows)))
+            << rows << " rows, " << n << " x " << k;
+  }
+}
+
 }  // namespace
 }  // namespace k3

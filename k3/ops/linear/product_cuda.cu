@@ -126,6 +126,7 @@ void launch(const Product& p, const TB* b, cudaStream_t stream) {
 template <class TB>
 const char* product_of(Product p, const TB* b, void* stream) {
   if (p.m <= 0 || p.n <= 0) return nullptr;
+  if (serves_few_rows(p, b, sizeof(TB) == 2)) return few_rows(p, b, sizeof(TB) == 2, stream);
   const cudaStream_t s = static_cast<cudaStream_t>(stream);
   auto blocks = [&](int64_t m, int64_t n) { return (p.m + m - 1) / m * ((p.n + n - 1) / n); };
   if (p.m <= 16) launch<TB, 8, 32, 64, 8>(p, b, s);

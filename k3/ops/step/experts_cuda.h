@@ -23,9 +23,9 @@ struct StepExpertsArgs {
   StepInput z;                 // (rows, latent)
   Activation activation;
   StepExpertMatrix w1, w3, w2;
-  int32_t* chosen;  // (rows, top_k)
-  float* h;         // (rows, top_k, inner)
-  float* u;         // (rows, latent)
+  float* chosen;  // (rows, top_k) numbers of experts
+  float* h;       // (rows, top_k, inner)
+  float* u;       // (rows, latent)
 };
 const char* step_experts(const StepExpertsArgs&, void* stream);  // two launches
 

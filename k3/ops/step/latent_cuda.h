@@ -7,7 +7,7 @@
 
 namespace k3::cuda {
 
-constexpr int kStepSplits = 32;
+constexpr int kStepSplits = 64;
 
 struct StepLatentArgs {
   DeviceStep step;

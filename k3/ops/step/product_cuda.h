@@ -44,6 +44,19 @@ struct StepProductArgs {
   float* normed = nullptr;  // workspace (rows, width); not needed for 1 or 2 rows
 };
 const char* step_product(const StepProductArgs&, void* stream);
+// How a product is cut: 16 rows of W a tile.
+struct StepTiles {
+  int begin[kStepParts + 1] = {};  // first tile of each part
+  int group = 0;                   // rows of x a block takes
+  int row_bytes = 0;               // shared memory for each
+  bool wide = false;               // of them float32 rows too
+  float* x = nullptr;              // the input is wanted itself
+  bool stamps = false;             // stamped
+};
+// The cut of a product; with `before`, when that has a width, `normed` is to be made of it first, and a.x reads that.
+const char* step_tiles(StepProductArgs& a, bool stamped, StepTiles& tiles, StepInput& before);
+// A product of no parts, whose input goes to `x`, a row a block.
+const char* step_tiles_of_input(const StepInput& in, int rows, float* x, bool stamps, StepProductArgs& a, StepTiles& tiles);
 // x itself, (rows, width)
 const char* step_input(const StepInput&, int rows, float* x, void* stream);
 
