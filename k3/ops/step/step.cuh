@@ -123,7 +123,7 @@ __device__ __forceinline__ float near_tanh(float x) {
   const float y = x * x;
   return fabsf(x) < 0.2f ? x * fmaf(y, fmaf(y, 2.f / 15, -1.f / 3), 1.f) : fmaf(-2.f, rcp(1.f + ex2(2 * kLog2e * x)), 1.f);
 }
-__device__ __forceinline__ float gated_unit(const Activation& a, float g, float u) {  // as elementwise_cuda.cu
+__device__ __forceinline__ float gated_unit(const Activation& a, float g, float u) {  // as glu_value() of activation/glu.cuh
   float x = g;
   if (a.kind == Activation::Kind::situ) {
     x = a.beta * near_tanh(__fdividef(g, a.beta));
