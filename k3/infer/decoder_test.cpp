@@ -47,7 +47,7 @@ struct Small {
     p.value = Tensor(values.data(), DType::u8, {out, in / 2}), p.scale = Tensor(scales.data(), DType::u8, {out, in / 32});
   }
   int32_t id(int64_t slot, int64_t i) const { return int32_t((slot * 31 + i * 17 + i * i) % model.config().vocab_size); }
-  int64_t length(int64_t slot) const { return 1 + slot * 7 % 23; }
+  int64_t length(int64_t slot) const { return 1 + (slot + 18) * 7 % 23; }  // slot 5 is empty, 0 is not
   // Slots s and slots + s have read length(s) - 1 tokens; the last of the prompt is what the first step reads. The upper half is as good as new every
   // time, for it is copied from the lower one.
   ModelState& state(int64_t slots) {
@@ -176,8 +176,13 @@ INSTANTIATE_TEST_SUITE_P(, fused_decoder, ::testing::ValuesIn(some([](const Case
 
 TEST_P(each_decoder, captured_equals_eager) {
   Small small(GetParam().config, GetParam().form);
-  const int64_t steps = testing::few_shapes() ? 10 : GetParam().form == Form::f32 ? 150 : 36;  // over the border of a block; over two of a chunk
-  for (size_t n : testing::few_shapes() ? std::vector<size_t>{3} : std::vector<size_t>{1, 9}) {
+  if (testing::few_shapes()) {  // a greedy row from nine tokens over the first chunk's border
+    const std::vector<DecodeRow> row{small.row(3)};
+    EXPECT_TRUE(run(small, row, 4, 9, false).logits == run(small, row, 4, 9, true).logits);
+    return;
+  }
+  const int64_t steps = GetParam().form == Form::f32 ? 150 : 36;  // over the border of a block; over two of a chunk
+  for (size_t n : {1, 9}) {
     std::vector<DecodeRow> rows;
     for (size_t s = 0; s < n; ++s) rows.push_back(small.row(int64_t(s)));
     const Decoded eager = run(small, rows, 9, steps, false), captured = run(small, rows, 9, steps, true), again = run(small, rows, 9, steps, true);

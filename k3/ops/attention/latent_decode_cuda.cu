@@ -27,15 +27,15 @@ struct Plan {
   static constexpr int top = factor + 2 * 64 * 4;            // [64] float: the last maximum
   static constexpr int total = top + 64 * 4;                 // [64] float: sum of P
   static constexpr int flags = total + 64 * 4;               // [2][4] int: did a maximum of a warp move
-  static constexpr int barriers = flags + 32;                // full[26], empty[26], P full[2], P empty[2]
-  static constexpr int bytes = barriers + 2 * kRing * 8 + 32 + 1024;
+  static constexpr int barriers = flags + 32;                // full[26], empty[26], P full[2], P empty[2], sums
+  static constexpr int bytes = barriers + 2 * kRing * 8 + 40 + 1024;
 };
 
 __global__ void __launch_bounds__(kThreads, 1) latent_decode_kernel(const __grid_constant__ CUtensorMap map, const __grid_constant__ LatentDecodeArgs a) {
   extern __shared__ char memory[];
   using P = Plan;
   char* s = memory + ((1024 - (shared_address(memory) & 1023)) & 1023);
-  const uint32_t full = shared_address(s + P::barriers), empty = full + kRing * 8, p_full = empty + kRing * 8, p_empty = p_full + 16;
+  const uint32_t full = shared_address(s + P::barriers), empty = full + kRing * 8, p_full = empty + kRing * 8, p_empty = p_full + 16, sums = p_empty + 16;
   const int row = blockIdx.y, split = blockIdx.x, splits = gridDim.x, heads = a.heads, group = threadIdx.x >> 7, lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3;
   const int length = a.lengths[row], pages = (length + kPageTokens - 1) / kPageTokens;
   const int first = split * a.split_pages, last = min(pages, first + a.split_pages);
@@ -46,12 +46,13 @@ __global__ void __launch_bounds__(kThreads, 1) latent_decode_kernel(const __grid
     return;
   }
   if (threadIdx.x == 0) {
-    for (int i = 0; i < kRing; ++i) barrier_init(full + i * 8, 1), barrier_init(empty + i * 8, 4);
-    for (int i = 0; i < 2; ++i) barrier_init(p_full + i * 8, 128), barrier_init(p_empty + i * 8, 8);
+    for (int i = 0; i < kRing; ++i) barrier_init(full + i * 8, 1), barrier_init(empty + i * 8, 4 * kWarpArrivals);
+    for (int i = 0; i < 2; ++i) barrier_init(p_full + i * 8, 128), barrier_init(p_empty + i * 8, 8 * kWarpArrivals);
+    barrier_init(sums, 128);
     barrier_init_done();
   }
   __syncthreads();
-  auto give_back = [&](int slot) { arrive(empty + slot * 8); };  // to the first warp, which fills it again
+  auto give_back = [&](int slot) { arrive_warp(empty + slot * 8); };  // to the first warp, which fills it again
 
   float* top_of = reinterpret_cast<float*>(s + P::top);
   float* factor = reinterpret_cast<float*>(s + P::factor);
@@ -110,7 +111,7 @@ __global__ void __launch_bounds__(kThreads, 1) latent_decode_kernel(const __grid
       warpgroup_commit();
       warpgroup_wait<0>();
       pin(S);
-      if (lane == 0) give_back(slot == 0 ? kRing - 1 : slot - 1);  // the shared 64 channels are no values
+      give_back(slot == 0 ? kRing - 1 : slot - 1);  // the shared 64 channels are no values
       // 2. row maxima
       bool moved = false;
       float grown[2];
@@ -158,7 +159,7 @@ __global__ void __launch_bounds__(kThreads, 1) latent_decode_kernel(const __grid
       t += __shfl_xor_sync(~0u, t, 1), t += __shfl_xor_sync(~0u, t, 2);
       if ((lane & 3) == 0) total[row0 + 8 * h] = t, top_of[row0 + 8 * h] = top[h];
     }
-    named_barrier(2, kThreads);
+    arrive(sums);
     return;
   }
 
@@ -201,7 +202,7 @@ __global__ void __launch_bounds__(kThreads, 1) latent_decode_kernel(const __grid
 #pragma unroll
     for (int x = 0; x < 8; ++x) {
       if (x >= 2) warpgroup_wait<1>();
-      if (x >= 3 && (x & 1) && lane == 0) give_back(place((x - 3) / 2));
+      if (x >= 3 && (x & 1)) give_back(place((x - 3) / 2));
       const uint32_t from = shared_address(s + P::ring) + place(x / 2) * kPanelBytes;
 #pragma unroll
       for (int k = 0; k < 2; ++k)
@@ -212,15 +213,15 @@ __global__ void __launch_bounds__(kThreads, 1) latent_decode_kernel(const __grid
       warpgroup_commit();
     }
     warpgroup_wait<0>();
-    if (lane == 0) give_back(place(3));
+    give_back(place(3));
 #pragma unroll
     for (int m = 0; m < 4; ++m) pin(O[m]);
     __syncwarp();
-    if (lane == 0) arrive(p_empty + odd * 8);
+    arrive_warp(p_empty + odd * 8);
     ask(i + 2, kPanels - 1, kPanels);  // its place held this page's first panel
   }
 
-  named_barrier(2, kThreads);  // the sums are known, nobody reads the ring any more
+  named_barrier(1, 256), wait(sums, 0);  // the sums are known, nobody reads the ring any more
   if (pages <= a.split_pages) {  // the only split: normalise, transpose through the ring's place, store rows of 512
     char* stage = s + P::ring;
 #pragma unroll

@@ -114,10 +114,11 @@ TEST(latent_decode, cuda_equals_a_softmax_in_double) {
                           {12, 100, 6},
                           {2, 4, 2}}) {
       SCOPED_TRACE(fmt::format("{} heads, {} pages a split, queries x {}", c.heads, c.split, c.sharp));
-      const Inputs inputs(c, {1, 63, 64, 65, 0, 97, 300, 600});
+      if (testing::few_shapes() && c.heads != 96 && c.heads != 48 && c.heads != 12) continue;
+      const Inputs inputs(c, testing::few_shapes() ? std::vector<int32_t>{65, 0, 300} : std::vector<int32_t>{1, 63, 64, 65, 0, 97, 300, 600});
       const std::vector<double> want = inputs.reference();
       const std::vector<char> first = inputs.run(c.split);
-      EXPECT_EQ(inputs.run(c.split), first) << "two runs differ";
+      if (!testing::few_shapes()) { EXPECT_EQ(inputs.run(c.split), first) << "two runs differ"; }
       const bf16* got = reinterpret_cast<const bf16*>(first.data());
       for (size_t i = 0; i < want.size(); i += kValue) {  // a row's head at a time
         double error = 0, size = 0;
@@ -136,7 +137,7 @@ TEST(latent_decode, a_row_does_not_depend_on_its_neighbours) {
   if (const std::string why = gpu::why_not(); !why.empty()) GTEST_SKIP() << why;
   if constexpr (gpu::kBuilt) {
     for (const Case& c : {Case{96, 100, 2}, {96, 2, 2}, {40, 3, 2}, {12, 2, 2}}) {
-      const Inputs inputs(c, {130, 1, 64, 0, 500, 65});
+      const Inputs inputs(c, testing::few_shapes() ? std::vector<int32_t>{130, 0, 65} : std::vector<int32_t>{130, 1, 64, 0, 500, 65});
       const std::vector<char> all = inputs.run(c.split);
       const size_t bytes = size_t(c.heads) * kValue * sizeof(bf16);
       for (int r = 0; r < int(inputs.lengths.size()); ++r) {

@@ -82,7 +82,7 @@ __global__ void __launch_bounds__(kThreads, 1) latent_pair_kernel(const __grid_c
   volatile int* moves = reinterpret_cast<int*>(s + P::moves);
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages * 3; ++i) barrier_init(full + i * 8, 1);
-    for (int i = 0; i < 2; ++i) barrier_init(came + i * 8, 1), barrier_init(p_full + i * 8, 1), barrier_init(p_empty + i * 8, 4);
+    for (int i = 0; i < 2; ++i) barrier_init(came + i * 8, 1), barrier_init(p_full + i * 8, kGroupArrivals), barrier_init(p_empty + i * 8, 4 * kGroupArrivals);
     barrier_init_done();
     *moves = 0;
   }
@@ -126,7 +126,7 @@ __global__ void __launch_bounds__(kThreads, 1) latent_pair_kernel(const __grid_c
     float top[2 * kGroups], sum[2 * kGroups];
 #pragma unroll
     for (int i = 0; i < 2 * kGroups; ++i) top[i] = -INFINITY, sum[i] = 0.f;
-    int seen = 0;
+    int seen = 0, met = 0;  // met: barriers of these threads, at most five a page
     auto follow = [&] {  // maxima that the other scoring warpgroup moved
       if (*moves == seen) return;
       seen = *moves;
@@ -153,7 +153,7 @@ __global__ void __launch_bounds__(kThreads, 1) latent_pair_kernel(const __grid_c
           for (int x = valid * units + tid; x < 64 * units; x += 128) reinterpret_cast<uint4*>(s + page + p * kPanelBytes)[x] = make_uint4(0, 0, 0, 0);
         }
         publish();
-        named_barrier(5 + w, 128);
+        named_barrier(5 + w, 128), ++met;
       }
       // partial scores
       float S[H / 2];
@@ -198,7 +198,7 @@ __global__ void __launch_bounds__(kThreads, 1) latent_pair_kernel(const __grid_c
           }
       }
       // after the page before
-      if (i > 0) named_barrier(3 + w, 256);
+      if (i > 0) named_barrier(3 + w, 256), ++met;
       follow();
       wait(p_empty + w * 8, (turn & 1) ^ 1);  // the output warpgroups, here and there, are done with this place's last page
       // P, by the maximum so far
@@ -220,6 +220,7 @@ __global__ void __launch_bounds__(kThreads, 1) latent_pair_kernel(const __grid_c
       for (int x = 1; x < 2 * kGroups; ++x) asm("max.bf16x2 %0, %0, %1;" : "+r"(most) : "r"(p[x]));
       if (tid == 0) factor[w * 128 + 63] = 0.f;
       publish();
+      ++met;
       if (any_of(5 + w, 128, fmaxf(low(most), high(most)) > 256.f)) {  // a maximum moves: P again
         float* part = reinterpret_cast<float*>(s + P::part) + w * 4 * 64;
 #pragma unroll
@@ -237,7 +238,7 @@ __global__ void __launch_bounds__(kThreads, 1) latent_pair_kernel(const __grid_c
           sum[c] *= f, top[c] = next;
           if (warp == 0 && lane < 4) factor[w * 128 + n] = f, top_of[n] = next;
         }
-        ++seen;
+        ++seen, met += 2;
         if (tid == 0) *moves = seen, factor[w * 128 + 63] = 1.f;
         exponentials();
         publish();
@@ -247,11 +248,14 @@ __global__ void __launch_bounds__(kThreads, 1) latent_pair_kernel(const __grid_c
         arrive_expect(p_full + w * 8, kOwn * 128 + 256);
         bulk_send(p_there, p_here, kOwn * 128, p_full_there);
         bulk_send(f_there, f_here, 256, p_full_there);
+      } else if (kForTheChecker) {
+        arrive(p_full + w * 8);
       }
       if (i + 1 < count) named_arrive(3 + (w ^ 1), 256);
 #pragma unroll
       for (int g = 0; g < kGroups; ++g) sum[2 * g] += low(p[2 * g]) + low(p[2 * g + 1]), sum[2 * g + 1] += high(p[2 * g]) + high(p[2 * g + 1]);
     }
+    for (; kForTheChecker && met < (count + 1) / 2 * 5; ++met) named_barrier(5 + w, 128);
     named_barrier(7, 256);
     follow();
     float* part = reinterpret_cast<float*>(s + P::part) + w * 4 * 64;
@@ -309,7 +313,7 @@ __global__ void __launch_bounds__(kThreads, 1) latent_pair_kernel(const __grid_c
       pin(O[0]), pin(O[1]);
       named_barrier(1 + group, 128);
       if (more) ask(i + kStages, next);
-      if (tid == 0) arrive(p_empty + w * 8), arrive_at(p_empty + w * 8, other);
+      if (kForTheChecker || tid == 0) arrive(p_empty + w * 8), arrive_at(p_empty + w * 8, other);
       if (more && i + kStages + 1 < count) next = table[i + kStages + 1];
     }
     cluster_sync();  // the sums are known; nobody reads the ring any more

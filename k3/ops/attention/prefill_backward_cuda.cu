@@ -65,7 +65,7 @@ struct Place {
   __device__ void init() const {
     if (threadIdx.x == 0) {
       barrier_init(own_full, 1);
-      for (int i = 0; i < kStages; ++i) barrier_init(full + i * 8, 33), barrier_init(empty + i * 8, 8);
+      for (int i = 0; i < kStages; ++i) barrier_init(full + i * 8, 33), barrier_init(empty + i * 8, 8 * kWarpArrivals);
       barrier_init_done();
     }
     __syncthreads();
@@ -170,7 +170,8 @@ __global__ void __launch_bounds__(384, 1) keys_kernel(const __grid_constant__ CU
     weighted<K>(dk, ds, step);
     warpgroup_wait<0>();
     pin(dk), pin(dv);
-    if (lane == 0) arrive(t.empty + i % kStages * 8);
+    __syncwarp();
+    arrive_warp(t.empty + i % kStages * 8);
   }
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
@@ -271,7 +272,7 @@ __global__ void __launch_bounds__(384, 1) queries_kernel(const __grid_constant__
     weighted<K>(dq, ds, step);
     warpgroup_wait<0>();
     pin(dq);
-    if (lane == 0) arrive(t.empty + i % kStages * 8);
+    arrive_warp(t.empty + i % kStages * 8);
   }
 #pragma unroll
   for (int h = 0; h < 2; ++h) {

@@ -50,7 +50,10 @@ __global__ void __launch_bounds__(384, 1) prefill_kernel(const __grid_constant__
   t.blocks = max(0, (min(t.keys, t.q0 + kRows + offset) + kKeys - 1) / kKeys);
   if (threadIdx.x == 0) {
     barrier_init(q_full, 1);
-    for (int i = 0; i < kStages; ++i) barrier_init(k_full + i * 8, 1), barrier_init(v_full + i * 8, 1), barrier_init(k_empty + i * 8, 8), barrier_init(v_empty + i * 8, 8);
+    for (int i = 0; i < kStages; ++i) {
+      barrier_init(k_full + i * 8, 1), barrier_init(v_full + i * 8, 1);
+      barrier_init(k_empty + i * 8, 8 * kWarpArrivals), barrier_init(v_empty + i * 8, 8 * kWarpArrivals);
+    }
     barrier_init_done();
   }
   __syncthreads();
@@ -146,7 +149,7 @@ __global__ void __launch_bounds__(384, 1) prefill_kernel(const __grid_constant__
     scores(0);
     warpgroup_wait<0>();
     pin(S);
-    if (lane == 0) arrive(k_empty);
+    arrive_warp(k_empty);
     softmax(0);
     pack_p();
     for (int i = 1; i < t.blocks; ++i) {
@@ -154,11 +157,11 @@ __global__ void __launch_bounds__(384, 1) prefill_kernel(const __grid_constant__
       values(i - 1);
       warpgroup_wait<1>();
       pin(S);
-      if (lane == 0) arrive(k_empty + (i & 1) * 8);
+      arrive_warp(k_empty + (i & 1) * 8);
       softmax(i);
       warpgroup_wait<0>();
       pin(O);
-      if (lane == 0) arrive(v_empty + ((i - 1) & 1) * 8);
+      arrive_warp(v_empty + ((i - 1) & 1) * 8);
       pack_p();
 #pragma unroll
       for (int x = 0; x < V / 2; ++x) O[x] *= shrink[x >> 1 & 1];

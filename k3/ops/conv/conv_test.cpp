@@ -303,6 +303,7 @@ TEST(conv, cuda_equals_cpu) {
                                                 {64, 64},
                                                 std::vector<int64_t>(16, 8)}) {  // the last three: the same tokens in 1, 2 and 16 rows
       for (bool padded : {false, true}) {
+        if (testing::few_shapes() && (width == 8 || d == 36 || lengths.size() == 2)) continue;
         Batch batch = Batch::of_lengths(lengths);
         const int64_t n = batch.tokens();
         if (padded)

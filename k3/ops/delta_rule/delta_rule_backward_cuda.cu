@@ -309,6 +309,7 @@ __global__ void __launch_bounds__(256, 1) delta_gradient_kernel(const __grid_con
     }
     copy_wait<0>();
     publish();
+    for (int i = 0; kForTheChecker && i < 3; ++i) named_barrier(2, 128);  // as often as those who prepare
   }
   __syncthreads();
 

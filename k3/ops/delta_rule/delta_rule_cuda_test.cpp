@@ -39,17 +39,18 @@ TEST(delta_rule, cuda_equals_cpu) {
   for (int64_t T : {1, 15, 16, 17, 63, 64, 65, 130, 257}) {
     if (testing::few_shapes() && T != 17 && T != 65) continue;
     const int64_t K = T % 2 ? 32 : 16, V = T % 3 ? 32 : 48;
-    expect_equal(DeltaInputs(T, 2, K, V), Batch::one(T), tolerance(K, T), "T " + std::to_string(T));
+    expect_equal(DeltaInputs(T, testing::few_shapes() ? 1 : 2, K, V), Batch::one(T), tolerance(K, T), "T " + std::to_string(T));
   }
   for (int64_t K : {1, 7, 48, 64, 96, 128, 192, 256})
     for (int64_t V : {1, 16, 33, 64, 96, 128, 256})
       if (!testing::few_shapes() || (K == 7 && V == 33) || (K == 64 && V == 64))
-        expect_equal(DeltaInputs(70, 1, K, V), Batch::one(70), tolerance(K, 70), "K " + std::to_string(K) + " V " + std::to_string(V));
+        expect_equal(DeltaInputs(testing::few_shapes() ? 35 : 70, 1, K, V), Batch::one(testing::few_shapes() ? 35 : 70), tolerance(K, 70),
+                     "K " + std::to_string(K) + " V " + std::to_string(V));
 }
 
 // Every length to eight chunks of the CPU's and a bit; what lies behind the last row is NaN.
 TEST(delta_rule, cuda_equals_cpu_at_every_length) {
-  for (int64_t T = 1; T <= 130; T += testing::few_shapes() ? 65 : 1) {
+  for (int64_t T = 1; T <= (testing::few_shapes() ? 18 : 130); T += testing::few_shapes() ? 17 : 1) {
     const int64_t K = T % 3 ? 64 : 128, V = T % 2 ? 64 : 128;
     expect_equal(DeltaInputs(T, 1, K, V), Batch::one(T), tolerance(K, T), fmt::format("T {} K {} V {}", T, K, V));
   }
@@ -58,7 +59,7 @@ TEST(delta_rule, cuda_equals_cpu_at_every_length) {
 // Beyond 2^16 tokens that nothing forgets, through a state, against the recurrence in double: no row and no memory falls off.
 TEST(delta_rule, cuda_holds_beyond_65536_tokens_without_decay) {
   if (const std::string why = gpu::why_not(); !why.empty()) GTEST_SKIP() << why;
-  const int64_t T = testing::few_shapes() ? 1000 : 65536 + 7, head = T - 7, K = 32, V = 48;
+  const int64_t T = testing::few_shapes() ? 300 : 65536 + 7, head = T - 7, K = 32, V = 48;
   for (auto gate : {DeltaGate::none, DeltaGate::channel}) {
     const DeltaInputs in(T, 1, K, V, gate, Decay::open);
     const auto want = testing::delta_answer(in, Batch::one(T), {}, {}, false);
@@ -76,19 +77,22 @@ TEST(delta_rule, cuda_holds_beyond_65536_tokens_without_decay) {
 }
 
 TEST(delta_rule, cuda_equals_cpu_with_every_gate_and_packing) {
+  const bool few = testing::few_shapes();
   for (auto gate : {DeltaGate::none, DeltaGate::head, DeltaGate::channel}) {
     for (auto decay : {Decay::spread, Decay::bound, Decay::mixed, Decay::open})
-      if (!testing::few_shapes() || decay == Decay::mixed)
-        expect_equal(DeltaInputs(83, 3, 32, 16, gate, decay), Batch::one(83), tolerance(32, 83),
+      if (!few || decay == Decay::mixed)
+        expect_equal(DeltaInputs(83, few ? 1 : 3, 32, 16, gate, decay), Batch::one(83), tolerance(32, 83),
                      "gate " + std::to_string(int(gate)) + " decay " + std::to_string(int(decay)));
-    expect_equal(DeltaInputs(207, 2, 16, 32, gate), Batch::of_lengths({100, 37, 0, 64, 5, 1, 0}), tolerance(16, 100), "packed");
-    Batch padded = Batch::of_lengths({100, 37, 70});
-    padded.padding.assign(207, 0);
-    for (int64_t i : {0, 50, 99, 100, 206}) padded.padding[i] = 1;
-    expect_equal(DeltaInputs(207, 2, 48, 40, gate), padded, tolerance(48, 100), "padded");
+    const Batch packed = Batch::of_lengths(few ? std::vector<int64_t>{20, 17, 0, 5, 1, 0} : std::vector<int64_t>{100, 37, 0, 64, 5, 1, 0});
+    expect_equal(DeltaInputs(packed.tokens(), few ? 1 : 2, 16, 32, gate), packed, tolerance(16, 100), "packed");
+    Batch padded = Batch::of_lengths(few ? std::vector<int64_t>{20, 17, 10} : std::vector<int64_t>{100, 37, 70});
+    const int64_t N = padded.tokens(), first = padded.length(0);
+    padded.padding.assign(size_t(N), 0);
+    for (int64_t i : {int64_t(0), first / 2, first - 1, first, N - 1}) padded.padding[size_t(i)] = 1;
+    expect_equal(DeltaInputs(N, few ? 1 : 2, 48, 40, gate), padded, tolerance(48, 100), "padded");
   }
   std::vector<int64_t> lengths;
-  for (int64_t s = 0; s < (testing::few_shapes() ? 10 : 100); ++s) lengths.push_back(s * 7 % 23);
+  for (int64_t s = 0; s < (few ? 10 : 100); ++s) lengths.push_back(s * 7 % 23);
   const Batch batch = Batch::of_lengths(lengths);
   expect_equal(DeltaInputs(batch.tokens(), 3, 16, 16), batch, tolerance(16, 23), "short");
 }
@@ -97,7 +101,7 @@ TEST(delta_rule, cuda_equals_cpu_with_every_gate_and_packing) {
 TEST(delta_rule, cuda_stays_exact_on_adversarial_gates_and_keys) {
   for (int64_t K : {64, 128}) {
     if (testing::few_shapes() && K == 128) continue;
-    const int64_t T = testing::few_shapes() ? 64 : 256;
+    const int64_t T = testing::few_shapes() ? 40 : 256;
     DeltaInputs in(T, 1, K, K);
     Values noise(T * K, 11, 1e-3);
     for (int64_t t = T - 1; t >= 0; --t) {
@@ -112,13 +116,14 @@ TEST(delta_rule, cuda_stays_exact_on_adversarial_gates_and_keys) {
     for (float strength : {-5.0f, -8.0f, -20.0f, -60.0f, -1000.0f, 0.0f})
       for (int64_t T : {1, 15, 16, 17, 63, 64, 65, 257}) {
         if (testing::few_shapes() && (T != 17 || gate == DeltaGate::head)) continue;
-        DeltaInputs in(T, 2, 16, 16, gate);
+        DeltaInputs in(T, testing::few_shapes() ? 1 : 2, 16, 16, gate);
         for (int64_t i = 0; i < in.g.size(); ++i) in.g[i] = strength != 0 ? strength : i % 2 ? -0.001f : -20.0f;
         expect_equal(in, Batch::one(T), tolerance(16, T), fmt::format("g {} T {}", strength, T));
       }
-  DeltaInputs in(200, 1, 32, 32);
+  const int64_t T = testing::few_shapes() ? 60 : 200;
+  DeltaInputs in(T, 1, 32, 32);
   for (int64_t i = 0; i < in.g.size(); ++i) in.g[i] = i / 32 / 20 % 2 ? -5.0f : -1e-4f;
-  expect_equal(in, Batch::one(200), tolerance(32, 200), "alternating");
+  expect_equal(in, Batch::one(T), tolerance(32, T), "alternating");
 }
 
 // On the GPU: training = prefill = decode = any cut, to the bit, and the state too; a fork, guesses taken back, a saved state that goes on there.
@@ -127,7 +132,7 @@ TEST(delta_rule_state, cuda_any_cut_equals_whole) {
   const int64_t T = 83;
   for (auto gate : {DeltaGate::none, DeltaGate::head, DeltaGate::channel}) {
     if (testing::few_shapes() && gate != DeltaGate::channel) continue;
-    const DeltaInputs in(T, 3, 48, 40, gate);
+    const DeltaInputs in(T, testing::few_shapes() ? 1 : 3, 48, 40, gate);
     Step training(true, size_t(1) << 30, Device::cuda), step(false, size_t(1) << 30, Device::cuda);
     const Tensor trained = testing::run_delta(training, in, Batch::one(T)).o.value();
     DeltaState state(in.shape(), 3, Device::cuda);

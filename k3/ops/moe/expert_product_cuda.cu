@@ -214,7 +214,7 @@ __device__ __forceinline__ void multiply(const ExpertProductArgs& a, const Tile&
       for (int k = 0; k < 4; ++k) wgmma<N, 0>(d, w[i][k], stages + stage * (kStageBytes / 16) + k * 2, 1);
       warpgroup_commit();
       warpgroup_wait<1>();  // the product before: its stage and its fragments are free
-      if (lane == 0 && block + i > 0) arrive(empty + (step - 1) % kStages * 8);
+      if (block + i > 0) arrive_warp(empty + (step - 1) % kStages * 8);
       if (block + i + 1 < blocks) {
         expand_block(c[i ^ 1], e[i ^ 1], w[i ^ 1]);
         if (block + i + 3 < blocks) c[i ^ 1] = codes[(block + i + 3) * 256], e[i ^ 1] = scale_at(block + i + 3);
@@ -223,7 +223,7 @@ __device__ __forceinline__ void multiply(const ExpertProductArgs& a, const Tile&
   }
   warpgroup_wait<0>();
   pin(d);
-  if (lane == 0) arrive(empty + (step - 1) % kStages * 8);
+  arrive_warp(empty + (step - 1) % kStages * 8);
 
   // transpose to (token, column) in shared memory, then whole lines out
   char* out = s + Place::out;
@@ -266,7 +266,7 @@ __global__ void __launch_bounds__(384, 1) expert_product_kernel(const __grid_con
   const uint32_t full = shared_address(s + Place::barriers), empty = full + kStages * 8;
   int* ends = reinterpret_cast<int*>(s + Place::ends);
   if (threadIdx.x == 0)
-    for (int i = 0; i < kStages; ++i) barrier_init(full + i * 8, 128), barrier_init(empty + i * 8, 8);
+    for (int i = 0; i < kStages; ++i) barrier_init(full + i * 8, 128), barrier_init(empty + i * 8, 8 * kWarpArrivals);
   if (threadIdx.x == 0) barrier_init_done();
   if (threadIdx.x < 32) {  // running number of tiles, expert by expert
     int before = 0;

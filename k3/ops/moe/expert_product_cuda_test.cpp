@@ -93,6 +93,7 @@ TEST_F(expert_kernel, cuda_products_equal_double) {
   There<bf16> dx(x);
   for (const std::vector<int>& counts :
        {std::vector<int>{0, 1, 9, 0, 70, 300, 8, 513, 97}, {1, 1, 0, 0, 8, 0, 2, 0, 0}, {0, 0, 0, 0, 0, 1200, 0, 0, 0}}) {
+    if (few_shapes() && counts[6] != 8) continue;
     std::vector<int> begins = {0}, active, gather;
     for (int e = 0; e < E; ++e) {
       begins.push_back(begins.back() + counts[e]);
@@ -140,6 +141,7 @@ TEST_F(expert_kernel, cuda_products_equal_double) {
       auto second = oy.download();
       expect_error("gate, up and SiTU", error(widened(first), h), 2.5e-3);
       expect_error("down, weighted", error(widened(second), y), 2.5e-3);
+      if (few_shapes()) continue;
       oh.poison(), oy.poison();
       launch(a);
       launch(c);

@@ -49,7 +49,7 @@ std::vector<cuda::SampleResult> draw(const std::vector<float>& logits, int64_t r
 
 TEST(sample, cuda_draws_what_the_cpu_draws) {
   if (const std::string why = gpu::why_not(); !why.empty()) GTEST_SKIP() << why;
-  const std::vector<SampleOptions> options = {
+  std::vector<SampleOptions> options = {
       {},                                                                         //
       {.temperature = 1, .seed = 1},                                              //
       {.temperature = 0.6f, .top_k = 5, .seed = 2},                               //
@@ -61,10 +61,12 @@ TEST(sample, cuda_draws_what_the_cpu_draws) {
       {.temperature = 1, .top_k = 1 << 30, .top_p = 0.01f, .seed = 8},            //
       {.temperature = 50, .top_p = 0.99f, .seed = (uint64_t(1) << 63) + 9},
   };
+  // A race checker takes a minute for a draw, whose every thread reads eight blocks' sums some forty times: one draw, greedy rows and a filler.
+  if (testing::few_shapes()) options = {options[3], {}, {}, {}, {}, {}, {}};
   for (int64_t v : {1, 2, 5, 97, 2048, 8192, 8193, 50001, 163840, 196608}) {
-    if (testing::few_shapes() && v != 97 && v != 8193) continue;
-    const int64_t rows = testing::few_shapes() ? 20 : v > 9000 ? 40 : 200;
-    for (int kind = 0; kind < 4; ++kind) {  // spread, many ties, some masked, almost all masked
+    if (testing::few_shapes() && v != 8193) continue;
+    const int64_t rows = testing::few_shapes() ? 7 : v > 9000 ? 40 : 200;
+    for (int kind = 0; kind < (testing::few_shapes() ? 1 : 4); ++kind) {  // spread, many ties, some masked, almost all masked
       std::vector<float> logits(size_t(v * rows));
       for (int64_t i = 0; i < v * rows; ++i) {
         double x = Rng{uint64_t(v), uint64_t(kind)}.normal(i) * 3;
