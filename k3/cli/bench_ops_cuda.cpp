@@ -89,7 +89,8 @@ void kda(OpTable& t, Room& m) {
                              .sequences = s.sequences,
                              .heads = s.heads,
                              .tokens = N,
-                             .state_out = in.state};
+                             .state_out = in.state,
+                             .ahead = m.blank<char>(cuda::delta_ahead_bytes(s.heads, s.sequences))};
       const std::string shape = fmt::format("{} {}, {} heads, {}", s.lead, s.tokens, s.heads, g.name);
       // q, k, v, gate read and o written in bf16, the final states; chunks of 32: kernels.md's count of operations
       const double bytes = 10.0 * double(N * w) + 2.0 * double(N * s.heads) + 4.0 * double(s.sequences * w * D),

@@ -12,19 +12,19 @@
 // Split: a block is one head of one sequence, 512 threads. Two scan warpgroups hold 64 rows each of S^T (v, k) in float32 accumulators; two
 // prep warpgroups take turns at building the operands of a chunk, one chunk ahead.
 // Precision: operands of products bf16; gates, sums, norms, state float32; inverse float32 with one tf32 merge.
-#include "k3/ops/delta_rule/delta_chunk.cuh"
+#include "k3/ops/delta_rule/delta_ahead.cuh"
 
 namespace k3::cuda {
 namespace {
 
 template <bool kBounded>
-__device__ void scan(const DeltaChunkArgs& a, const Chunk seq, char* shared, uint32_t full, uint32_t empty) {
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, head = blockIdx.x;  // warps 0-7; a warp owns 16 rows of S^T
+__device__ void scan(const DeltaChunkArgs& a, const Ahead& ahead, const Chunk seq, char* shared, uint32_t barriers) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, head = seq.head;  // warps 0-7; a warp owns 16 rows of S^T
   const int v0 = warp * 16, row = v0 + (lane >> 2), two = (lane & 3) * 2;
   char* slices = shared + 2 * kHalfBytes<kBounded> + warp * kStages * kSlice;
   const nv_bf16* v = static_cast<const nv_bf16*>(a.v) + head * D + v0;
   nv_bf16* o = static_cast<nv_bf16*>(a.o) + head * D + v0;
-  const int64_t slot = a.slots ? a.slots[blockIdx.y] : int(blockIdx.y);
+  const int64_t slot = a.slots ? a.slots[seq.sequence] : seq.sequence;
 
   auto load = [&](int c) {
     if (c < seq.chunks) {
@@ -52,21 +52,14 @@ __device__ void scan(const DeltaChunkArgs& a, const Chunk seq, char* shared, uin
     for (int i = 0; i < 64; ++i) state[i] = 0.f;
   }
 
+  Turns<kBounded> turns(shared, barriers, ahead);
   for (int c = 0; c < seq.chunks; ++c) {
-    const int turn = c & 1, round = c >> 1;
-    char* s = shared + turn * kHalfBytes<kBounded>;
+    turns.next();
+    char* s = turns.place();
     char* slice = slices + (c % kStages) * kSlice;
     __syncwarp();
     load(c + 3);
-    if (a.snapshots) {  // the state entering the chunk, as the backward wants it: rows v, columns k
-      nv_bf16* to = static_cast<nv_bf16*>(a.snapshots) + (int64_t(a.chunk_begins[blockIdx.y] + c) * a.heads + head) * D * D + row * D + two;
-#pragma unroll
-      for (int j = 0; j < 16; ++j) {
-        *reinterpret_cast<uint32_t*>(to + j * 8) = pack(state[4 * j], state[4 * j + 1]);
-        *reinterpret_cast<uint32_t*>(to + 8 * D + j * 8) = pack(state[4 * j + 2], state[4 * j + 3]);
-      }
-    }
-    wait(full + turn * 8, round & 1);
+    turns.await();
 
     // 1. S~ = 2^a S, packed as a left operand
     uint32_t packed[8][4];
@@ -79,15 +72,13 @@ __device__ void scan(const DeltaChunkArgs& a, const Chunk seq, char* shared, uin
       packed[j >> 1][(j & 1) * 2] = pack(state[4 * j], state[4 * j + 1]);
       packed[j >> 1][(j & 1) * 2 + 1] = pack(state[4 * j + 2], state[4 * j + 3]);
     }
-    // 2. (K+ S~)^T, then (Q+ S~)^T
-    float left[16], right[16];
+    if (a.snapshots) keep_memory(a.snapshots, a.chunk_begins[seq.sequence] + c, seq, a.heads, packed);
+    // 2. (K+ S~)^T and (Q+ S~)^T
+    float both[32], u[16], right[16];
     const uint64_t stack = describe(shared_address(s + Half::stack));
     warpgroup_fence();
 #pragma unroll
-    for (int k = 0; k < 8; ++k) wgmma<32, 0>(left, packed[k], stack + (k >> 2) * (64 * 128 / 16) + (k & 3) * 2, k > 0);
-    warpgroup_commit();
-#pragma unroll
-    for (int k = 0; k < 8; ++k) wgmma<32, 0>(right, packed[k], stack + C * 128 / 16 + (k >> 2) * (64 * 128 / 16) + (k & 3) * 2, k > 0);
+    for (int k = 0; k < 8; ++k) wgmma<64, 0>(both, packed[k], stack + (k >> 2) * (64 * 128 / 16) + (k & 3) * 2, k > 0);
     warpgroup_commit();
     // 3. R = V - r (K+ S~)
     copy_wait<3>();
@@ -98,23 +89,25 @@ __device__ void scan(const DeltaChunkArgs& a, const Chunk seq, char* shared, uin
     float2 scales[4];
 #pragma unroll
     for (int n = 0; n < 4; ++n) scales[n] = *reinterpret_cast<const float2*>(s + Half::token + (n * 8 + two) * 4);
-    warpgroup_wait<1>();
-    pin(left);
+    warpgroup_wait<0>();
+    pin(both);
+#pragma unroll
+    for (int i = 0; i < 16; ++i) right[i] = both[16 + i];
     uint32_t operand[2][4];
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
       const float2 r = scales[n];
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        uint32_t u = vs[n >> 1][(n & 1) * 2 + h];
-        operand[n >> 1][(n & 1) * 2 + h] = pack(low(u) - r.x * left[4 * n + 2 * h], high(u) - r.y * left[4 * n + 2 * h + 1]);
+        uint32_t x = vs[n >> 1][(n & 1) * 2 + h];
+        operand[n >> 1][(n & 1) * 2 + h] = pack(low(x) - r.x * both[4 * n + 2 * h], high(x) - r.y * both[4 * n + 2 * h + 1]);
       }
     }
     // 4. U^T = R^T (diag(r) X diag(beta))^T
     const uint64_t xm = describe(shared_address(s + Half::xm));
     warpgroup_fence();
-    wgmma<32, 0>(left, operand[0], xm, 0);
-    wgmma<32, 0>(left, operand[1], xm + 2, 1);
+    wgmma<32, 0>(u, operand[0], xm, 0);
+    wgmma<32, 0>(u, operand[1], xm + 2, 1);
     warpgroup_commit();
     if constexpr (!kBounded) {
 #pragma unroll
@@ -124,9 +117,9 @@ __device__ void scan(const DeltaChunkArgs& a, const Chunk seq, char* shared, uin
       }
     }
     warpgroup_wait<0>();
-    pin(left), pin(right);
+    pin(u);
 #pragma unroll
-    for (int n = 0; n < 4; ++n) operand[n >> 1][(n & 1) * 2] = pack(left[4 * n], left[4 * n + 1]), operand[n >> 1][(n & 1) * 2 + 1] = pack(left[4 * n + 2], left[4 * n + 3]);
+    for (int n = 0; n < 4; ++n) operand[n >> 1][(n & 1) * 2] = pack(u[4 * n], u[4 * n + 1]), operand[n >> 1][(n & 1) * 2 + 1] = pack(u[4 * n + 2], u[4 * n + 3]);
     if (a.u) {  // for the backward, through the slice that held V
 #pragma unroll
       for (int i = 0; i < 2; ++i) stmatrix4_transposed(shared_address(slice + slice_offset((2 * i + (lane >> 4)) * 8 + (lane & 7), (lane >> 3) & 1)), operand[i]);
@@ -184,7 +177,7 @@ __device__ void scan(const DeltaChunkArgs& a, const Chunk seq, char* shared, uin
       for (int j = 0; j < 16; ++j) state[4 * j] *= m[j].x, state[4 * j + 1] *= m[j].y, state[4 * j + 2] *= m[j].x, state[4 * j + 3] *= m[j].y;
     }
     __syncwarp();
-    arrive_warp(empty + turn * 8);
+    turns.leave();
   }
   copy_wait<0>();
 
@@ -196,27 +189,8 @@ __device__ void scan(const DeltaChunkArgs& a, const Chunk seq, char* shared, uin
 }
 
 template <bool kBounded>
-__global__ void __launch_bounds__(512, 1) delta_chunk_kernel(const __grid_constant__ DeltaChunkArgs a) {
-  extern __shared__ char memory[];
-  char* shared = memory + (1024 - (shared_address(memory) & 1023) & 1023);
-  const uint32_t barriers = shared_address(shared + 2 * kHalfBytes<kBounded> + kScanBytes);  // full[2], empty[2]
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < 2; ++i) barrier_init(barriers + i * 8, 128), barrier_init(barriers + 16 + i * 8, 8 * kWarpArrivals);
-    barrier_init_done();
-  }
-  __syncthreads();
-  Chunk seq;
-  seq.begin = a.begins ? a.begins[blockIdx.y] : 0;
-  seq.length = a.begins ? a.begins[blockIdx.y + 1] - int(seq.begin) : int(a.tokens);
-  seq.chunks = (seq.length + C - 1) / C;
-  const int group = threadIdx.x >> 7;
-  if (group < 2) {
-    more_registers<168>();
-    scan<kBounded>(a, seq, shared, barriers, barriers + 16);
-  } else {
-    fewer_registers<88>();
-    prepare<kBounded>(a, seq, shared, group - 2, barriers + (group - 2) * 8, barriers + 16 + (group - 2) * 8);
-  }
+__global__ void __launch_bounds__(kScanThreads, 1) delta_chunk_kernel(const __grid_constant__ DeltaChunkArgs a, const __grid_constant__ Ahead ahead) {
+  scan_or_build<kBounded, false>(a, ahead, [&](const Chunk& seq, char* shared, uint32_t barriers) { scan<kBounded>(a, ahead, seq, shared, barriers); });
 }
 
 // One block a (head, sequence); thread = column v, the state's column in registers would be 128 values: kept in shared memory [k][v].
@@ -259,10 +233,7 @@ const char* error_of(cudaError_t e) { return e == cudaSuccess ? nullptr : cudaGe
 
 template <bool kBounded>
 const char* launch(const DeltaChunkArgs& a, cudaStream_t stream) {
-  cudaError_t e = cudaFuncSetAttribute(delta_chunk_kernel<kBounded>, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes<kBounded>);
-  if (e != cudaSuccess) return cudaGetErrorString(e);
-  delta_chunk_kernel<kBounded><<<dim3(a.heads, a.sequences), 512, kSharedBytes<kBounded>, stream>>>(a);
-  return error_of(cudaGetLastError());
+  return launch_scan<kBounded>(delta_chunk_kernel<kBounded>, a, a, stream);
 }
 
 }  // namespace

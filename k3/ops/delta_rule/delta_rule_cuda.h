@@ -34,12 +34,22 @@ struct DeltaChunkArgs {
   float* state_out;                  // (slots, H, K, V); may be state_in; null: not wanted
   const int* slots;                  // (sequences) slot of each sequence; null: sequence i has slot i; negative: starts empty, leaves nothing
   int64_t slot_stride, head_stride;  // floats, where memories lie as DeltaState keeps them: (V/32, K, 32) for a head; 0: as above
+  void* ahead;       // workspace of delta_ahead_bytes(), with which idle multiprocessors build operands too; null: they stay idle. Moves no bit
+  int own, period;   // so many of every period (at most 8) are built by the block that scans them; period 0: as suits
   // for the backward; null: not wanted
-  void* snapshots;          // (chunks of all sequences, H, V, K) bf16: the memory entering each chunk of 32 tokens
+  void* snapshots;          // (chunks of all sequences, H, 128 * 128) bf16: the memory entering each chunk, as the gradient kernel multiplies it
   void* u;                  // (N, H, 128) bf16: what was written, times the norm factor of k
   const int* chunk_begins;  // (sequences + 1) first chunk of each sequence, on the device
 };
 const char* delta_chunk_forward(const DeltaChunkArgs&, void* stream);
+
+constexpr int kDeltaAhead = 104;  // pairs of a head and a sequence; with more of them there are too few idle multiprocessors
+constexpr int kDeltaRing = 6;             // chunks ahead for each pair
+constexpr int kDeltaOperands = 30 << 10;  // bytes of a chunk's operands
+constexpr int64_t delta_ahead_bytes(int heads, int64_t sequences) {
+  const int64_t pairs = heads * sequences;
+  return pairs > kDeltaAhead ? 0 : pairs * kDeltaRing * kDeltaOperands + ((pairs * kDeltaRing * 8 + 1023) & ~1023);
+}
 
 // Gradients of the chunk kernel, for the raw inputs q, k, v, x, b and the gate's parameters. All are written, but dA_log and
 // ddt_bias, which are added to. Fixed order: two runs give the same bits.
@@ -52,11 +62,12 @@ struct DeltaBackwardArgs {
   void* db;                  // (N, H) bf16
   float* d_state_in;         // (sequences, H, K, V); null: not wanted
   float *dA_log, *ddt_bias;  // (H), (H*128)
-  void* d_snapshots;         // workspace: (chunks, H, V, K) bf16
+  void* d_snapshots;         // workspace: (chunks, H, 128 * 128) bf16
   float* partial;            // workspace: delta_backward_partial() floats
 };
 constexpr int64_t delta_backward_partial(int64_t chunks, int heads) { return chunks * heads * 2 * kDeltaHead; }
 const char* delta_chunk_backward(const DeltaBackwardArgs&, void* stream);
+const char* delta_gradients(const DeltaBackwardArgs&, void* stream);  // its second part, when dv and d_snapshots are there
 
 // The plain recurrence in float32, any layout of the above with float in place of bf16: the oracle on the device.
 const char* delta_plain_forward(const DeltaChunkArgs&, void* stream);

@@ -69,6 +69,7 @@ struct Chunked {
   }
   void forward(Context& c, Scratch& s, const std::vector<int32_t>* slots, void* o) {
     cuda::DeltaChunkArgs now = a;
+    if (const int64_t bytes = cuda::delta_ahead_bytes(a.heads, a.sequences)) now.ahead = s.lend(DType::u8, {bytes}).data();
     now.o = o, now.begins = listed(c.device, s, begins), now.slots = slots ? listed(c.device, s, *slots) : nullptr;
     if (a.snapshots) now.chunk_begins = listed(c.device, s, chunks);
     if constexpr (gpu::kBuilt) gpu::check(cuda::delta_chunk_forward(now, gpu::stream()));
@@ -78,6 +79,7 @@ struct Chunked {
     auto bf16s = [&](int64_t n) { return s.lend(DType::bf16, {n}).data(); };
     cuda::DeltaBackwardArgs w{};
     w.forward = a, w.forward.begins = listed(c.device, s, begins), w.forward.chunk_begins = listed(c.device, s, chunks), w.chunks = chunks.back();
+    if (const int64_t bytes = cuda::delta_ahead_bytes(a.heads, a.sequences)) w.forward.ahead = s.lend(DType::u8, {bytes}).data();
     void* d_o = bf16s(size());
     w.d_o = d_o, w.dq = bf16s(size()), w.dk = bf16s(size()), w.dv = bf16s(size()), w.dx = bf16s(size()), w.db = bf16s(b.size());
     w.d_snapshots = bf16s(w.chunks * shape.heads * cuda::kDeltaHead * cuda::kDeltaHead);
