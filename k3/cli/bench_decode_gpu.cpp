@@ -23,7 +23,7 @@ struct StepTime {
   bool fused = false;
   double captured = 0, eager = 0;         // seconds a step
   double gaps = -1;                       // share of a captured step; below 0: not known
-  std::map<std::string, double> kernels;  // seconds a step of each
+  std::map<std::string, double> kernels;  // seconds a step that each puts the end off
   double bytes = 0;
 };
 
@@ -90,7 +90,8 @@ StepTime time_steps(Model& model, int64_t rows, int64_t context, int64_t steps) 
         t.gaps = 0;
         for (int i = 0; i < kSteps; ++i)  // within steps: between them the host may be behind
           t.gaps += gap_share({all.begin() + ptrdiff_t(size_t(i) * each), all.begin() + ptrdiff_t(size_t(i + 1) * each)}) / kSteps;
-        for (const auto& k : all) t.kernels[k.name] += (k.end - k.begin) / kSteps;
+        double end = all[0].begin;  // kernels overlap: what counts is from the last end before to a kernel's own
+        for (const auto& k : all) t.kernels[k.name] += std::max(0.0, k.end - end) / kSteps, end = std::max(end, k.end);
       }
     }
   }

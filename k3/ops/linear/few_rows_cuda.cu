@@ -1,5 +1,5 @@
-// Split: a block has 128 rows of B, or 32 where there are few, a thread one of them and up to 8 rows of A: a chain over k for each. Slices of 128 bytes
-// of every row of B are on their way through shared memory, three or seven at a time.
+// Split: a block has 128 rows of B, or 32 where there are few, a thread one of them and up to 8 rows of A: a chain over k for each. Slices of 128
+// bytes of every row of B are on their way through shared memory, three or seven at a time.
 #include "k3/core/block.cuh"
 #include "k3/core/tile.cuh"
 #include "k3/ops/linear/product_cuda.h"
@@ -13,8 +13,8 @@ template <class TB, int kRows, int kThreads, int kStages>
 __global__ void __launch_bounds__(kThreads) few_rows_kernel(const Product p, const TB* b) {
   constexpr int kDepth = kSlice / int(sizeof(TB)), kEach = 16 / int(sizeof(TB));
   extern __shared__ __align__(16) unsigned char shared[];
-  unsigned char* sb = shared;                                                    // (kStages, kThreads, kStride)
-  float* sa = reinterpret_cast<float*>(shared + kStages * kThreads * kStride);   // (kStages, kRows, kDepth)
+  unsigned char* sb = shared;                                                   // (kStages, kThreads, kStride)
+  float* sa = reinterpret_cast<float*>(shared + kStages * kThreads * kStride);  // (kStages, kRows, kDepth)
   const int64_t n0 = int64_t(blockIdx.x) * kThreads, m0 = int64_t(blockIdx.y) * kRows;
   const int slices = int((p.k + kDepth - 1) / kDepth);
   auto load = [&](int s) {
@@ -77,7 +77,8 @@ template <class TB, int kRows, int kThreads, int kStages>
 const char* launch(const Product& p, const TB* b, void* stream) {
   constexpr size_t bytes = kStages * (kThreads * kStride + kRows * kSlice / sizeof(TB) * 4);
   auto kernel = few_rows_kernel<TB, kRows, kThreads, kStages>;
-  if (cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(bytes)); e != cudaSuccess) return cudaGetErrorString(e);
+  if (cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(bytes)); e != cudaSuccess)
+    return cudaGetErrorString(e);
   kernel<<<dim3(blocks_for(p.n, kThreads), blocks_for(p.m, kRows)), kThreads, bytes, stream_of(stream)>>>(p, b);
   return launched();
 }
@@ -87,7 +88,10 @@ const char* by_columns(const Product& p, const TB* b, void* stream) {
 }
 template <class TB>
 const char* by_rows(const Product& p, const TB* b, void* stream) {
-  return p.m <= 1 ? by_columns<TB, 1>(p, b, stream) : p.m <= 2 ? by_columns<TB, 2>(p, b, stream) : p.m <= 4 ? by_columns<TB, 4>(p, b, stream) : by_columns<TB, 8>(p, b, stream);
+  return p.m <= 1   ? by_columns<TB, 1>(p, b, stream)
+         : p.m <= 2 ? by_columns<TB, 2>(p, b, stream)
+         : p.m <= 4 ? by_columns<TB, 4>(p, b, stream)
+                    : by_columns<TB, 8>(p, b, stream);
 }
 
 }  // namespace

@@ -143,7 +143,8 @@ __device__ __forceinline__ void first_products(const StepExpertsArgs& a, int row
     __syncthreads();
     const int bytes = kTile * (kCodes ? a.latent / 2 : a.latent * 2), lines = bytes / 128;
     for (int i = threadIdx.x; i < 2 * a.experts * lines; i += kThreads)
-      asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<const char*>(choice.values[i / lines & 1][i / lines >> 1]) + int64_t(row0 / kTile) * bytes + i % lines * 128));
+      asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<const char*>(choice.values[i / lines & 1][i / lines >> 1]) +
+                                                    int64_t(row0 / kTile) * bytes + i % lines * 128));
   }
   meet<kStamped>();
   if (a.step.slots[row] < 0) {
@@ -151,13 +152,16 @@ __device__ __forceinline__ void first_products(const StepExpertsArgs& a, int row
     return;
   }
   if (warp == 0) {
-    if (kStamped || a.experts <= 32) choose_of_few<kStamped>(a, row, stamp, choice.chosen, choice.weights);  // stamped: never more
-    else choose<kStamped>(a, row, stamp, room, reinterpret_cast<float*>(room + a.experts), choice.chosen, choice.weights);
+    if (kStamped || a.experts <= 32)
+      choose_of_few<kStamped>(a, row, stamp, choice.chosen, choice.weights);  // stamped: never more
+    else
+      choose<kStamped>(a, row, stamp, room, reinterpret_cast<float*>(room + a.experts), choice.chosen, choice.weights);
   } else if (warp == 1) {  // the latent row, normed or not
     const int64_t at = row * a.z.stride;
     float4 x[kEach];
     auto take_from = [&](int c0) {
-      take4_each<kStamped>(x, (a.latent - c0 - lane * 4 + 127) / 128, stamp, at + c0 + lane * 4, [&](int i) { return a.z.v[0] + (kStamped ? 256 : 128) * i; });
+      take4_each<kStamped>(x, (a.latent - c0 - lane * 4 + 127) / 128, stamp, at + c0 + lane * 4,
+                           [&](int i) { return a.z.v[0] + (kStamped ? 256 : 128) * i; });
     };
     float r = 1.f;
     if (a.z.gain) {
@@ -190,7 +194,8 @@ __device__ __forceinline__ void first_products(const StepExpertsArgs& a, int row
   matrix_of<kCodes>(a, choice, 2, e, second, no);
 #pragma unroll 2
   for (int run = warp; run * kRun<kCodes> < a.latent; run += kWarps) {
-    const Run g = load_run<kCodes>(gate_values, gate_scales, row0, a.inner, a.latent, run), u = load_run<kCodes>(up_values, up_scales, row0, a.inner, a.latent, run);
+    const Run g = load_run<kCodes>(gate_values, gate_scales, row0, a.inner, a.latent, run),
+              u = load_run<kCodes>(up_values, up_scales, row0, a.inner, a.latent, run);
     multiply_run<kCodes>(gate, g, a.latent, run, z), multiply_run<kCodes>(up, u, a.latent, run, z);
   }
   keep_column(gate, sums[0][warp]), keep_column(up, sums[1][warp]);
@@ -234,7 +239,7 @@ __device__ __forceinline__ void second_products(const StepExpertsArgs& a, int ro
     matrix_of<kCodes>(a, choice, 2, choice.chosen[j], values, scales);
     return load_run<kCodes>(values, scales, row0, a.latent, a.inner, i - j * runs);
   };
-  auto multiply = [&](float (&sum)[4], const Run& r, int i) { multiply_run<kCodes>(sum, r, a.inner, i % runs, h + i / runs * a.inner); };
+  auto multiply = [&](float(&sum)[4], const Run& r, int i) { multiply_run<kCodes>(sum, r, a.inner, i % runs, h + i / runs * a.inner); };
   constexpr int kEarly = 2;  // on their way before h is there
   const int many = a.top_k * runs;
   Run early[kEarly];

@@ -20,7 +20,8 @@ __global__ void __launch_bounds__(kThreads) second_kernel(const __grid_constant_
 template <bool kCodes>
 const char* both(const StepExpertsArgs& a, void* stream) {
   auto tiles = [](int n) { return unsigned((n + kTile - 1) / kTile); };
-  if (const char* e = launch_step(first_kernel<kCodes>, dim3(tiles(a.inner), unsigned(a.rows * a.top_k)), kThreads, first_shared(a), stream, a)) return e;
+  if (const char* e = launch_step(first_kernel<kCodes>, dim3(tiles(a.inner), unsigned(a.rows * a.top_k)), kThreads, first_shared(a), stream, a))
+    return e;
   return launch_step(second_kernel<kCodes>, dim3(tiles(a.latent), unsigned(a.rows)), kThreads, second_shared(a), stream, a);
 }
 

@@ -1,6 +1,6 @@
 #pragma once
-// A head of KDA in a decode step, within a kernel. Bound: at one row latency; at many the state, once. Split: a block is a head of a row; four warps share the 32 columns of a panel of S, a lane a
-// column, each warp a quarter of the rows, in registers.
+// A head of KDA in a decode step, within a kernel. Bound: at one row latency; at many the state, once. Split: a block is a head of a row; four warps
+// share the 32 columns of a panel of S, a lane a column, each warp a quarter of the rows, in registers.
 //   1 before the kernel in front has ended: the memory, the open rows put upon it, the convolutions' taps, the low-rank gates' weights
 //   2 convolutions, gates   3 S^T k and S^T q   4 what is written, kept as an open row   5 the output
 #include "k3/ops/delta_rule/delta_rule_kernels.h"
@@ -28,7 +28,8 @@ constexpr int kKdaThreads = (D + 31) / 32 * 128;
 template <int D, bool kStamped>
 __device__ __forceinline__ void kda_head(const StepKdaArgs& a, int h, int row, Stamp stamp) {
   constexpr int64_t kHeadFloats = head_floats(D);
-  constexpr int kPanels = (D + 31) / 32, kWarps = kPanels * 4, kRows = D / 4, V = kPanels * kPanel, kEach = D < 32 ? 1 : D / 32, kGateRows = D / kWarps;
+  constexpr int kPanels = (D + 31) / 32, kWarps = kPanels * 4, kRows = D / 4, V = kPanels * kPanel, kEach = D < 32 ? 1 : D / 32,
+                kGateRows = D / kWarps;
   __shared__ float key[kChunk][D], forget[kChunk][D];
   __shared__ float x[3][D], decay[D], gate[D], part[2][4][V], o[D];
   if (threadIdx.x >= kKdaThreads<D>) return;
@@ -100,7 +101,7 @@ __device__ __forceinline__ void kda_head(const StepKdaArgs& a, int h, int row, S
     sum = fmaf(last, taken[0], sum);
     x[which][c] = sum * sigmoid(sum);
   }
-  auto low_rank = [&](const float* from, const nv_bf16 (&w)[kGateRows][kEach], float* to) {
+  auto low_rank = [&](const float* from, const nv_bf16(&w)[kGateRows][kEach], float* to) {
     float all[kGateRows] = {};
 #pragma unroll
     for (int e = 0; e < kEach; ++e) {
@@ -111,10 +112,14 @@ __device__ __forceinline__ void kda_head(const StepKdaArgs& a, int h, int row, S
     const float total = warp_sums_complete(all);
     if (lane < kGateRows) to[warp * kGateRows + lane] = total;
   };
-  if (a.f_b) low_rank(taken + 2, fw, decay);
-  else if (threadIdx.x < D) decay[threadIdx.x] = taken[2];
-  if (a.g_b) low_rank(taken + 2 + kEach, gw, gate);
-  else if (threadIdx.x < D) gate[threadIdx.x] = taken[2 + kEach];
+  if (a.f_b)
+    low_rank(taken + 2, fw, decay);
+  else if (threadIdx.x < D)
+    decay[threadIdx.x] = taken[2];
+  if (a.g_b)
+    low_rank(taken + 2 + kEach, gw, gate);
+  else if (threadIdx.x < D)
+    gate[threadIdx.x] = taken[2 + kEach];
   const float beta = sigmoid(taken[1]);
   named_barrier(1, kKdaThreads<D>);
   if (threadIdx.x < D) {
@@ -156,8 +161,7 @@ __device__ __forceinline__ void kda_head(const StepKdaArgs& a, int h, int row, S
   for (int e = 0; e < kEach; ++e)
     if (const int i = lane + 32 * e; i < D) square = fmaf(o[i], o[i], square);
   const float r = rsqrtf(warp_sum(square) * (1.f / float(D)) + a.eps);
-  if (threadIdx.x < D)
-    give<kStamped>(a.y, int64_t(row) * wide + h * D + threadIdx.x, o[threadIdx.x] * r * norm * sigmoid(gate[threadIdx.x]), stamp);
+  if (threadIdx.x < D) give<kStamped>(a.y, int64_t(row) * wide + h * D + threadIdx.x, o[threadIdx.x] * r * norm * sigmoid(gate[threadIdx.x]), stamp);
 }
 
 }  // namespace

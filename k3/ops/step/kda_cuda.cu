@@ -21,10 +21,14 @@ const char* step_kda(const StepKdaArgs& a, void* stream) {
   if (a.rows == 0) return nullptr;
   if (a.width > kWidth) return "[step] convolutions are of width 1 to 8";
   switch (a.dim) {
-    case 16: return launch<16>(a, stream);
-    case 32: return launch<32>(a, stream);
-    case 64: return launch<64>(a, stream);
-    case 128: return launch<128>(a, stream);
+    case 16:
+      return launch<16>(a, stream);
+    case 32:
+      return launch<32>(a, stream);
+    case 64:
+      return launch<64>(a, stream);
+    case 128:
+      return launch<128>(a, stream);
   }
   return "[step] KDA heads are of 16, 32, 64 or 128 channels";
 }

@@ -38,8 +38,10 @@ __device__ __forceinline__ void query_head(const StepLatentArgs& a, int h, int r
   const int64_t from = (int64_t(row) * a.heads + h) * (a.nope + a.rope), to = (int64_t(row) * a.heads + h) * width;
   for (int i = threadIdx.x; i < a.nope + a.rope; i += kThreads) {
     const float x = take<kStamped>(a.q, from + i, stamp);
-    if (i < a.nope) q[i] = x;
-    else give<kStamped>(a.q_latent, to + a.rank + i - a.nope, x, stamp);
+    if (i < a.nope)
+      q[i] = x;
+    else
+      give<kStamped>(a.q_latent, to + a.rank + i - a.nope, x, stamp);
   }
   __syncthreads();
   float sum[8] = {};
@@ -81,7 +83,7 @@ __device__ __forceinline__ void attend_piece(const StepLatentArgs& a, int piece,
   float *rows = shared, *other = rows + kTokens * width;  // (kTokens, width); (4 pairs, 2, 32 J + 2), of the second half of the warps
   const int64_t last = a.step.tokens[row], all = last + 1, each = piece_of(all), begin = piece * each, end = min(all, begin + each);
   if (slot < 0 || begin >= end) return;  // who joins pieces knows how many there are
-  auto fill = [&](int64_t first) {  // but the newest token
+  auto fill = [&](int64_t first) {       // but the newest token
     const float* block = a.table[slot * a.table_blocks + first / kBlock] + first % kBlock * width;
     const int quarters = width / 4, n = int(min(int64_t(kTokens), min(end, last) - first)) * quarters;
     for (int i = threadIdx.x; i < n; i += kThreads) copy16(shared_address(rows + i * 4), block + i * 4);
@@ -127,7 +129,7 @@ __device__ __forceinline__ void attend_piece(const StepLatentArgs& a, int piece,
   __syncwarp();
 #pragma unroll
   for (int j = 0; j < 2 * J; ++j) q[j] = lane + 32 * (j % J) < width ? q[j] * a.scale : 0.f;
-  constexpr int V = J < 6 ? J : 16;  // up to 512 columns of values
+  constexpr int V = J < 6 ? J : 16;                  // up to 512 columns of values
   float o[2][V] = {}, top = -INFINITY, total = 0.f;  // of head (lane / 8) % 2
   for (int64_t first = begin; first < end; first += kTokens) {
     if (first != begin) {
@@ -209,7 +211,7 @@ __device__ __forceinline__ void attend_piece(const StepLatentArgs& a, int piece,
 
 template <bool kStamped>
 __device__ __forceinline__ void values_of_head(const StepLatentArgs& a, int tile, int h, int row, Stamp stamp) {  // 3
-  constexpr int kEach = 4, kAtOnce = 8;  // up to 512 columns
+  constexpr int kEach = 4, kAtOnce = 8;                                                                           // up to 512 columns
   __shared__ float weights[kStepSplits], o[512];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, v0 = tile * kValues + warp * 2;
   const int slot = a.step.slots[row];
@@ -219,10 +221,9 @@ __device__ __forceinline__ void values_of_head(const StepLatentArgs& a, int tile
 #pragma unroll
     for (int j = 0; j < kEach; ++j) {
       const int c = lane * 4 + 128 * j;
-      w[k][j] = v0 + k < a.value && c < a.rank
-                    ? *reinterpret_cast<const uint2*>(static_cast<const nv_bf16*>(a.kv_b) +
-                                                      (int64_t(h) * (a.nope + a.value) + a.nope + v0 + k) * a.rank + c)
-                    : make_uint2(0, 0);
+      w[k][j] = v0 + k < a.value && c < a.rank ? *reinterpret_cast<const uint2*>(static_cast<const nv_bf16*>(a.kv_b) +
+                                                                                 (int64_t(h) * (a.nope + a.value) + a.nope + v0 + k) * a.rank + c)
+                                               : make_uint2(0, 0);
     }
   const int64_t at = (int64_t(row) * a.heads + h) * a.value + v0 + lane;  // of lanes 0 and 1
   const bool gives = lane < 2 && v0 + lane < a.value;
@@ -275,7 +276,8 @@ __device__ __forceinline__ void values_of_head(const StepLatentArgs& a, int tile
     if (c4 >= a.rank) break;
     const float4 y = *reinterpret_cast<const float4*>(o + c4);
 #pragma unroll
-    for (int k = 0; k < 2; ++k) sum[k] = fmaf(low(w[k][j].x), y.x, fmaf(high(w[k][j].x), y.y, fmaf(low(w[k][j].y), y.z, fmaf(high(w[k][j].y), y.w, sum[k]))));
+    for (int k = 0; k < 2; ++k)
+      sum[k] = fmaf(low(w[k][j].x), y.x, fmaf(high(w[k][j].x), y.y, fmaf(low(w[k][j].y), y.z, fmaf(high(w[k][j].y), y.w, sum[k]))));
   }
   __syncwarp();
   const float y = warp_sums_complete(sum);

@@ -21,9 +21,9 @@ struct Parts {
   float part[kWarps][33], share[kWarps][kStepSources];
 };
 
-// A row of sources mixed, and normed as asked, by all threads: f(c, four values) for all columns. Up to four sources of 1024 columns stay in registers;
-// else they are read twice, and the mix of more columns lies in `room` (width, shared memory). Older sources are read and summed up before the newest is
-// waited for.
+// A row of sources mixed, and normed as asked, by all threads: f(c, four values) for all columns. Up to four sources of 1024 columns stay in
+// registers; else they are read twice, and the mix of more columns lies in `room` (width, shared memory). Older sources are read and summed up before
+// the newest is waited for.
 template <bool kStamped, int kMost, class F>
 __device__ void block_row(const StepInput& a, int64_t row, Stamp stamp, float* room, Parts& s, F f) {
   constexpr int kGroup = 4;
@@ -97,8 +97,10 @@ __device__ void block_row(const StepInput& a, int64_t row, Stamp stamp, float* r
       h = fma4(s.share[warp][n - 1], h, sum);
     }
     square = dot4(h, h, square);
-    if (!a.gain) f(c, h);
-    else if (!once) *reinterpret_cast<float4*>(room + c) = h;
+    if (!a.gain)
+      f(c, h);
+    else if (!once)
+      *reinterpret_cast<float4*>(room + c) = h;
   }
   if (!a.gain) return;
   if (n == 1) __syncthreads();  // a row before may still be read
@@ -118,8 +120,10 @@ __device__ void block_row(const StepInput& a, int64_t row, Stamp stamp, float* r
 // kMost: sources that the kernel has code for; 1: and none for rows that take the whole block
 template <bool kStamped, int kMost, class F>
 __device__ __forceinline__ void any_block_row(const StepInput& a, int64_t row, Stamp stamp, float* room, Parts& s, F f) {
-  if (kMost > 4 && a.sources > 4) block_row<kStamped, kMost>(a, row, stamp, room, s, f);
-  else block_row<kStamped, 4>(a, row, stamp, room, s, f);
+  if (kMost > 4 && a.sources > 4)
+    block_row<kStamped, kMost>(a, row, stamp, room, s, f);
+  else
+    block_row<kStamped, 4>(a, row, stamp, room, s, f);
 }
 
 template <bool kStamped>
@@ -206,14 +210,15 @@ __device__ __forceinline__ void finish(const StepPart& p, int64_t at, float y, f
 
 // All tiles from `tile` on, `tile_step` apart, of the rows from `first` on, up to tiles.group of them, for which there is room in `shared`.
 template <int NT, bool kStamped, int kMost>
-__device__ __forceinline__ void product_tiles(const StepProductArgs& a, const StepTiles& tiles, Stamp stamp, int64_t first, int tile, int tile_step, unsigned char* shared) {
-  constexpr int kTurns = NT > 4 ? 1 : 2;  // with two a barrier a tile is enough
+__device__ __forceinline__ void product_tiles(const StepProductArgs& a, const StepTiles& tiles, Stamp stamp, int64_t first, int tile, int tile_step,
+                                              unsigned char* shared) {
+  constexpr int kTurns = NT > 4 ? 1 : 2;                     // with two a barrier a tile is enough
   __shared__ float sums[kTurns][kWarps][NT * 8][kTile + 4];  // which spreads a warp's stores over the banks
   __shared__ Parts parts;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const int count = int(min(int64_t(tiles.group), a.rows - first));
   const int K = a.x.width, K2 = a.x2.width, runs = padded(K) / 32, all = runs + padded(K2) / 32, stride = row_of(padded(K) + padded(K2));
-  nv_bf16* x = reinterpret_cast<nv_bf16*>(shared);                          // (group, stride)
+  nv_bf16* x = reinterpret_cast<nv_bf16*>(shared);                            // (group, stride)
   float* wide = reinterpret_cast<float*>(x + int64_t(tiles.group) * stride);  // (group, K)
   const int batches = (all + kWarps * kAhead - 1) / (kWarps * kAhead);
 
@@ -222,12 +227,13 @@ __device__ __forceinline__ void product_tiles(const StepProductArgs& a, const St
     while (tile >= tiles.begin[p + 1]) ++p;
     return p;
   };
-  auto load = [&](Eight (&w)[kAhead], int tile, int batch) {
+  auto load = [&](Eight(&w)[kAhead], int tile, int batch) {
     if (tile >= tiles.begin[a.parts]) return;
     const int p = part_of(tile), row = (tile - tiles.begin[p]) * kTile + g;
     const StepPart& part = a.part[p];
     if (exact(part)) {  // read when they are used, but on their way from memory
-      const int64_t bytes = int64_t(K) * (part.bf16 ? 2 : 4), from = (tile - tiles.begin[p]) * kTile * bytes, end = min(from + kTile * bytes, part.out * bytes);
+      const int64_t bytes = int64_t(K) * (part.bf16 ? 2 : 4), from = (tile - tiles.begin[p]) / tiles.fours * kTile * bytes,
+                    end = min(from + kTile * bytes, part.out * bytes);
       for (int64_t i = from + threadIdx.x * 128; i < end; i += kThreads * 128)
         asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<const char*>(part.w) + i));
       return;
@@ -260,8 +266,11 @@ __device__ __forceinline__ void product_tiles(const StepProductArgs& a, const St
       if (!second && tiles.wide) *reinterpret_cast<float4*>(wide + r * K + c) = y;
       if (!tiles.x) return;
       const int64_t at = (first + r) * K + c;
-      if (kStamped && tiles.stamps) give<true>(tiles.x, at, y.x, stamp), give<true>(tiles.x, at + 1, y.y, stamp), give<true>(tiles.x, at + 2, y.z, stamp), give<true>(tiles.x, at + 3, y.w, stamp);
-      else *reinterpret_cast<float4*>(tiles.x + at) = y;
+      if (kStamped && tiles.stamps)
+        give<true>(tiles.x, at, y.x, stamp), give<true>(tiles.x, at + 1, y.y, stamp), give<true>(tiles.x, at + 2, y.z, stamp),
+            give<true>(tiles.x, at + 3, y.w, stamp);
+      else
+        *reinterpret_cast<float4*>(tiles.x + at) = y;
     });
     for (int r = warp; r < count; r += kWarps)  // zeros up to a whole run of 32 columns
       for (int c = in.width + lane; c < padded(in.width); c += 32) to[r * stride + c] = nv_bf16(0.f);
@@ -272,12 +281,12 @@ __device__ __forceinline__ void product_tiles(const StepProductArgs& a, const St
   while (tile < tiles.begin[a.parts]) {
     const int p = part_of(tile);
     const StepPart& part = a.part[p];
-    const int row0 = (tile - tiles.begin[p]) * kTile;
+    const int at_part = tile - tiles.begin[p], row0 = (exact(part) ? at_part / tiles.fours : at_part) * kTile;
     const bool ends = exact(part) || batch + 1 == batches;
     load(next, ends ? tile + tile_step : tile, ends ? 0 : batch + 1);
-    if (exact(part)) {  // a warp two rows of W and four tokens at a time, a lane every 32nd four columns
-      for (int i = warp; i < kTile && row0 + i < part.out; i += kWarps)
-        for (int r0 = 0; r0 < count; r0 += 4) {
+    if (exact(part)) {  // a warp two rows of W and four tokens, a lane every 32nd four columns
+      if (const int r0 = at_part % tiles.fours * 4; r0 < count)
+        for (int i = warp; i < kTile && row0 + i < part.out; i += kWarps) {
           const int64_t w = int64_t(row0 + i) * K;
           float total[4] = {};
 #pragma unroll 4
@@ -334,14 +343,18 @@ __device__ __forceinline__ void product_tiles(const StepProductArgs& a, const St
           const int64_t at = (first + r) * part.stride + row0 + o;
           finish<kStamped>(part, at, total, kStamped ? early : part.add ? part.add[at] : 0.f, stamp);
         }
-        if (kTurns == 1) __syncthreads();
-        else turn ^= 1;
+        if (kTurns == 1)
+          __syncthreads();
+        else
+          turn ^= 1;
       }
     }
 #pragma unroll
     for (int u = 0; u < kAhead; ++u) now[u] = next[u];
-    if (ends) tile += tile_step, batch = 0;
-    else ++batch;
+    if (ends)
+      tile += tile_step, batch = 0;
+    else
+      ++batch;
   }
 }
 

@@ -5,19 +5,28 @@ namespace k3::cuda {
 namespace {
 
 template <int NT, int kMost>
-__global__ void __launch_bounds__(kThreads, NT > 5 || kMost > 1 ? 1 : 2) product_kernel(const __grid_constant__ StepProductArgs a, const __grid_constant__ StepTiles tiles) {
+__global__ void __launch_bounds__(kThreads, NT > 5 || kMost > 1 ? 1 : 2)
+    product_kernel(const __grid_constant__ StepProductArgs a, const __grid_constant__ StepTiles tiles) {
   extern __shared__ __align__(16) unsigned char shared[];
   let_next_kernel_begin();
   product_tiles<NT, false, kMost>(a, tiles, {}, int64_t(blockIdx.y) * tiles.group, blockIdx.x, gridDim.x, shared);
 }
 
+// Into tiles, for groups of so many rows.
+void cut(const StepProductArgs& a, int group, StepTiles& tiles) {
+  tiles.group = group, tiles.fours = (group + 3) / 4;
+  for (int p = 0; p < a.parts; ++p) tiles.begin[p + 1] = tiles.begin[p] + (a.part[p].out + kTile - 1) / kTile * (exact(a.part[p]) ? tiles.fours : 1);
+}
+
 template <int NT>
 const char* launch(const StepProductArgs& a, StepTiles tiles, void* stream) {
-  if (a.parts && NT > 1) tiles.group = a.rows < NT * 8 ? a.rows : NT * 8;
+  if (NT > 1) cut(a, a.rows < NT * 8 ? a.rows : NT * 8, tiles);
   const size_t bytes = size_t(tiles.group) * tiles.row_bytes;
-  const int groups = (a.rows + tiles.group - 1) / tiles.group, most = 132 * (bytes > 90 << 10 || NT > 5 || by_block(a.x) ? 1 : 2), all = a.parts ? tiles.begin[a.parts] : 1;
+  const int groups = (a.rows + tiles.group - 1) / tiles.group, most = 132 * (bytes > 90 << 10 || NT > 5 || by_block(a.x) ? 1 : 2),
+            all = a.parts ? tiles.begin[a.parts] : 1;
   // most products read what is made already, and their loop keeps its registers
-  auto kernel = !by_block(a.x) || NT > 1 ? product_kernel<NT, 1> : a.x.sources > 4 ? product_kernel<NT, NT == 1 ? kStepSources : 1> : product_kernel<NT, NT == 1 ? 4 : 1>;
+  auto kernel = !by_block(a.x) || NT > 1 ? product_kernel<NT, 1> : a.x.sources > 4 ? product_kernel < NT,
+       NT == 1 ? kStepSources : 1 > : product_kernel < NT, NT == 1 ? 4 : 1 > ;
   return launch_step(kernel, dim3(unsigned(all < most ? all : most), unsigned(groups)), kThreads, bytes, stream, a, tiles);
 }
 
@@ -53,7 +62,7 @@ const char* step_tiles(StepProductArgs& a, bool stamped, StepTiles& tiles, StepI
     if (const char* e = check(*x)) return e;
   tiles = {}, before = {};
   bool wide = false;
-  for (int p = 0; p < a.parts; ++p) tiles.begin[p + 1] = tiles.begin[p] + (a.part[p].out + kTile - 1) / kTile, wide = wide || exact(a.part[p]);
+  for (int p = 0; p < a.parts; ++p) wide = wide || exact(a.part[p]);
   if (a.rows > 2 && (by_block(a.x) || (wide && (a.x.gain || a.x.gated)))) {
     if (!a.normed) return "[step] a product of more than two rows needs room for its input";
     before = a.x;
@@ -63,8 +72,8 @@ const char* step_tiles(StepProductArgs& a, bool stamped, StepTiles& tiles, StepI
   const bool made_here = by_block(a.x) || (wide && (stamped || a.x.gain || a.x.gated));
   tiles.wide = wide && made_here, tiles.row_bytes = row_of(padded(a.x.width) + padded(a.x2.width)) * 2 + (made_here ? a.x.width * 4 : 0);
   const int fit = int(kMostShared / size_t(tiles.row_bytes));
-  tiles.group = a.rows < 8 ? a.rows : 8;
-  if (tiles.group > fit) tiles.group = fit;
+  const int most = a.rows < 8 ? a.rows : 8;
+  cut(a, most < fit ? most : fit, tiles);
   return fit == 0 ? "[step] a product's rows are too wide" : nullptr;
 }
 

@@ -44,10 +44,11 @@ struct StepProductArgs {
   float* normed = nullptr;  // workspace (rows, width); not needed for 1 or 2 rows
 };
 const char* step_product(const StepProductArgs&, void* stream);
-// How a product is cut: 16 rows of W a tile.
+// How a product is cut: 16 rows of W a tile; of exact parts, 16 rows and four tokens.
 struct StepTiles {
   int begin[kStepParts + 1] = {};  // first tile of each part
   int group = 0;                   // rows of x a block takes
+  int fours = 1;                   // of them, four tokens at a time
   int row_bytes = 0;               // shared memory for each
   bool wide = false;               // of them float32 rows too
   float* x = nullptr;              // the input is wanted itself

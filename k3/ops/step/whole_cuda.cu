@@ -52,7 +52,9 @@ __global__ void __launch_bounds__(kThreads, 1) whole_kernel(const StepPhase* pha
     const StepPhase& phase = two[turn];
     for (int task = first_task(p); task < phase.tasks; task += kBlocks) {
       switch (phase.kind) {
-        case StepPhase::Kind::begin: begin_row(*reinterpret_cast<const StepBegin*>(phase.args), task, stamp); break;
+        case StepPhase::Kind::begin:
+          begin_row(*reinterpret_cast<const StepBegin*>(phase.args), task, stamp);
+          break;
         case StepPhase::Kind::input:
         case StepPhase::Kind::product: {
           const Product& a = *reinterpret_cast<const Product*>(phase.args);
@@ -73,7 +75,8 @@ __global__ void __launch_bounds__(kThreads, 1) whole_kernel(const StepPhase* pha
         }
         case StepPhase::Kind::attend: {
           const StepLatentArgs& a = *reinterpret_cast<const StepLatentArgs*>(phase.args);
-          attend_piece<5, true>(a, task % kStepSplits, task / kStepSplits % a.rows, task / kStepSplits / a.rows, stamp, reinterpret_cast<float*>(shared));
+          attend_piece<5, true>(a, task % kStepSplits, task / kStepSplits % a.rows, task / kStepSplits / a.rows, stamp,
+                                reinterpret_cast<float*>(shared));
           break;
         }
         case StepPhase::Kind::values: {
@@ -105,7 +108,8 @@ __global__ void __launch_bounds__(kThreads, 1) whole_kernel(const StepPhase* pha
 template <int D>
 const char* launch(bool codes, size_t shared, const StepPhase* phases, int count, uint32_t* counters, void* stream) {
   auto kernel = codes ? whole_kernel<D, true> : whole_kernel<D, false>;
-  if (cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared)); e != cudaSuccess) return cudaGetErrorString(e);
+  if (cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared)); e != cudaSuccess)
+    return cudaGetErrorString(e);
   kernel<<<kBlocks, kThreads, shared, stream_of(stream)>>>(phases, count, counters);
   return launched();
 }
@@ -166,7 +170,8 @@ const char* StepList::experts(const StepExpertsArgs& a) {
 
 bool whole_fits() {
   int device = 0, has = 0;
-  return cudaGetDevice(&device) == cudaSuccess && cudaDeviceGetAttribute(&has, cudaDevAttrMultiProcessorCount, device) == cudaSuccess && has >= kBlocks;
+  return cudaGetDevice(&device) == cudaSuccess && cudaDeviceGetAttribute(&has, cudaDevAttrMultiProcessorCount, device) == cudaSuccess &&
+         has >= kBlocks;
 }
 
 const char* step_whole(const StepList& list, const void* phases, uint32_t* counters, void* stream) {
@@ -174,9 +179,12 @@ const char* step_whole(const StepList& list, const void* phases, uint32_t* count
   const int n = int(list.phases_.size());
   if (n > kMostPhases) return "[step] a step has at most 512 phases";
   switch (list.dim_) {
-    case 16: return launch<16>(list.codes_, list.shared_, p, n, counters, stream);
-    case 32: return launch<32>(list.codes_, list.shared_, p, n, counters, stream);
-    default: return launch<64>(list.codes_, list.shared_, p, n, counters, stream);
+    case 16:
+      return launch<16>(list.codes_, list.shared_, p, n, counters, stream);
+    case 32:
+      return launch<32>(list.codes_, list.shared_, p, n, counters, stream);
+    default:
+      return launch<64>(list.codes_, list.shared_, p, n, counters, stream);
   }
 }
 
