@@ -96,7 +96,8 @@ const Driver& driver_calls() {
   return d;
 }
 
-constexpr size_t kPage = size_t(2) << 20;
+// Memory comes a piece at a time, none needlessly small: the memory checker takes a bulk copy across two of them for one out of bounds.
+constexpr size_t kPage = size_t(2) << 20, kPiece = size_t(64) << 20;
 size_t in_pages(size_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
 
 [[noreturn]] void fail_for_room(size_t bytes) {
@@ -187,7 +188,7 @@ size_t commit(char* base, size_t committed, size_t wanted, size_t bytes) {
   if (wanted <= committed) return committed;
   const size_t all = in_pages(bytes);
   // a quarter more than now, so that a growing arena asks seldom
-  size_t more = in_pages(std::max(wanted, std::min(all, committed + committed / 4))) - committed;
+  size_t more = in_pages(std::max(wanted, std::min(all, std::max(committed + committed / 4, kPiece)))) - committed;
   CUmemAllocationProp kind{};
   kind.type = CU_MEM_ALLOCATION_TYPE_PINNED, kind.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
   CUmemGenericAllocationHandle memory;

@@ -50,10 +50,14 @@ __device__ __forceinline__ uint32_t acquire(const uint32_t* p) {
 __device__ __forceinline__ void release(uint32_t* p, uint32_t x) { asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(x) : "memory"); }
 __device__ __forceinline__ uint32_t acquire_in_block(uint32_t shared) {
   uint32_t x;
-  asm volatile("ld.acquire.cta.shared.u32 %0, [%1];" : "=r"(x) : "r"(shared) : "memory");
+  if constexpr (kForTheChecker) asm volatile("atom.acquire.cta.shared.or.b32 %0, [%1], 0;" : "=r"(x) : "r"(shared) : "memory");  // it knows atomics alone
+  else asm volatile("ld.acquire.cta.shared.u32 %0, [%1];" : "=r"(x) : "r"(shared) : "memory");
   return x;
 }
-__device__ __forceinline__ void release_in_block(uint32_t shared, uint32_t x) { asm volatile("st.release.cta.shared.u32 [%0], %1;" ::"r"(shared), "r"(x) : "memory"); }
+__device__ __forceinline__ void release_in_block(uint32_t shared, uint32_t x) {
+  if constexpr (kForTheChecker) asm volatile("{ .reg .b32 was; atom.release.cta.shared.exch.b32 was, [%0], %1; }" ::"r"(shared), "r"(x) : "memory");
+  else asm volatile("st.release.cta.shared.u32 [%0], %1;" ::"r"(shared), "r"(x) : "memory");
+}
 __device__ __forceinline__ void between_proxies() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
 // The items of builder group `group`.
