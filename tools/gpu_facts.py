@@ -19,7 +19,7 @@ text = (root / "docs/gpu-facts.md").read_text()
 there = set()
 for source in [*root.glob("k3/**/*_test.cpp"), *root.glob("tests/*_test.cpp")]:
     there |= {".".join(t) for t in re.findall(r"^TEST(?:_[FP])?\((\w+),\s*(\w+)\)", source.read_text(), re.M)}
-named = {n for n in re.findall(r"`(\w+\.[a-z]\w+)`", text) if "_" in n and not n.endswith((".py", ".cu", ".h"))}
+named = {n for n in re.findall(r"`(\w+\.[a-z]\w+)`", text) if "_" in n and not n.endswith((".py", ".cu", ".cuh", ".h"))}
 problems = [f"names {n}, and no such test exists" for n in sorted(named - there)]
 problems += [f"does not tell of {n}" for n in sorted(filter(of_the_gpu, there - named))]
 for folder in sorted({p.parent.name for p in (root / "k3/ops").glob("*/*.cu")}):
