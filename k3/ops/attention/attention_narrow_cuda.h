@@ -1,7 +1,7 @@
 #pragma once
 // Causal attention for training on the tensor units, where the kernels of K3's widths (prefill_forward of attention_cuda.h) do not serve: other
-// widths, several query heads on one key head, padding. Operands rounded to bfloat16, scores, softmax and sums in float32. No cache. The struct is the
-// CPU's (attention_float_cuda.h says how it is read); its tensors are in float32 and here come again as bfloat16 copies with the same strides.
+// widths, several query heads on one key head, padding. Operands rounded to bfloat16, scores, softmax and sums in float32. No cache. The struct is
+// the CPU's (attention_float_cuda.h says how it is read); its tensors are in float32 and here come again as bfloat16 copies with the same strides.
 // Fixed order: two runs give the same bits. Null, or a sentence.
 #include "k3/ops/attention/attention_kernels.h"
 

@@ -34,8 +34,8 @@ struct DeltaChunkArgs {
   float* state_out;                  // (slots, H, K, V); may be state_in; null: not wanted
   const int* slots;                  // (sequences) slot of each sequence; null: sequence i has slot i; negative: starts empty, leaves nothing
   int64_t slot_stride, head_stride;  // floats, where memories lie as DeltaState keeps them: (V/32, K, 32) for a head; 0: as above
-  void* ahead;       // workspace of delta_ahead_bytes(), with which idle multiprocessors build operands too; null: they stay idle. Moves no bit
-  int own, period;   // so many of every period (at most 8) are built by the block that scans them; period 0: as suits
+  void* ahead;      // workspace of delta_ahead_bytes(), with which idle multiprocessors build operands too; null: they stay idle. Moves no bit
+  int own, period;  // so many of every period (at most 8) are built by the block that scans them; period 0: as suits
   // for the backward; null: not wanted
   void* snapshots;          // (chunks of all sequences, H, 128 * 128) bf16: the memory entering each chunk, as the gradient kernel multiplies it
   void* u;                  // (N, H, 128) bf16: what was written, times the norm factor of k
@@ -43,7 +43,7 @@ struct DeltaChunkArgs {
 };
 const char* delta_chunk_forward(const DeltaChunkArgs&, void* stream);
 
-constexpr int kDeltaAhead = 104;  // pairs of a head and a sequence; with more of them there are too few idle multiprocessors
+constexpr int kDeltaAhead = 104;          // pairs of a head and a sequence; with more of them there are too few idle multiprocessors
 constexpr int kDeltaRing = 6;             // chunks ahead for each pair
 constexpr int kDeltaOperands = 30 << 10;  // bytes of a chunk's operands
 constexpr int64_t delta_ahead_bytes(int heads, int64_t sequences) {

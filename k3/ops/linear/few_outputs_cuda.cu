@@ -1,5 +1,6 @@
-// Bound by memory. y: a warp has a few rows, its lanes every 32nd four of them, and their sums are joined in a tree: a row's bits are its own. dx: a block has 64 rows, a thread columns of all of them, its column of W in registers. dW: the same, a chain over the rows for each
-// output; then the blocks' sums in order.
+// Bound by memory. y: a warp has a few rows, its lanes every 32nd four of them, and their sums are joined in a tree: a row's bits are its own. dx: a
+// block has 64 rows, a thread columns of all of them, its column of W in registers. dW: the same, a chain over the rows for each output; then the
+// blocks' sums in order.
 #include "k3/core/enqueue.cuh"
 #include "k3/ops/linear/few_outputs_cuda.h"
 

@@ -98,11 +98,12 @@ __global__ void __cluster_dims__(kShare, 1, 1) __launch_bounds__(kWorkers + 32) 
       cluster_sync();
       if (lane) continue;
       wait(done + 8 * s, i / kStages & 1);
-      asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(row_at(row)), "r"(shared_address(held) + s * stage_bytes), "r"(n * 16) : "memory");
-      asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group.read 0;" ::: "memory");
+      bulk_store(row_at(row), shared_address(held) + s * stage_bytes, uint32_t(n) * 16);
+      bulk_commit();
+      bulk_wait_read();
       load(row + kStages * step, s);
     }
-    if (lane == 0) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+    if (lane == 0) bulk_wait();
     __syncwarp();
     cluster_sync();
     return;

@@ -25,8 +25,8 @@ const char* launch(const StepProductArgs& a, StepTiles tiles, void* stream) {
   const int groups = (a.rows + tiles.group - 1) / tiles.group, most = 132 * (bytes > 90 << 10 || NT > 5 || by_block(a.x) ? 1 : 2),
             all = a.parts ? tiles.begin[a.parts] : 1;
   // most products read what is made already, and their loop keeps its registers
-  auto kernel = !by_block(a.x) || NT > 1 ? product_kernel<NT, 1> : a.x.sources > 4 ? product_kernel < NT,
-       NT == 1 ? kStepSources : 1 > : product_kernel < NT, NT == 1 ? 4 : 1 > ;
+  constexpr int kMany = NT == 1 ? kStepSources : 1, kFew = NT == 1 ? 4 : 1;
+  auto kernel = !by_block(a.x) || NT > 1 ? product_kernel<NT, 1> : a.x.sources > 4 ? product_kernel<NT, kMany> : product_kernel<NT, kFew>;
   return launch_step(kernel, dim3(unsigned(all < most ? all : most), unsigned(groups)), kThreads, bytes, stream, a, tiles);
 }
 

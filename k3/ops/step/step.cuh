@@ -1,7 +1,7 @@
 #pragma once
 // What the kernels of a decode step share: launches that begin while the kernels in front still run, vectors that say themselves whether they are
 // there, and the products' innermost loop.
-#include "k3/core/block.cuh"
+#include "k3/core/enqueue.cuh"
 #include "k3/core/four.cuh"
 #include "k3/core/tile.cuh"
 #include "k3/ops/activation/activation_kernels.h"
@@ -88,7 +88,7 @@ __device__ __forceinline__ void take4_each(float4 (&x)[N], int n, Stamp stamp, i
           x[j] = make_float4(__uint_as_float(a.x), __uint_as_float(a.y), __uint_as_float(b.x), __uint_as_float(b.y));
           all = all && a.is(stamp.now) && b.is(stamp.now);
         }
-        } while (!all);
+      } while (!all);
     }
   }
 }
@@ -111,11 +111,8 @@ const char* launch_step(void (*kernel)(Parameters...), dim3 grid, int threads, s
   if (shared > 8 << 10)  // what a kernel has besides counts too
     if (cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared)); e != cudaSuccess)
       return cudaGetErrorString(e);
-  cudaLaunchAttribute chain{cudaLaunchAttributeProgrammaticStreamSerialization, {}, {}};
-  chain.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{grid, dim3(unsigned(threads)), shared, stream_of(stream), &chain, 1};
-  const cudaError_t e = cudaLaunchKernelEx(&config, kernel, Parameters(a)...);
-  return e == cudaSuccess ? nullptr : cudaGetErrorString(e);
+  enqueue(kernel, grid, dim3(unsigned(threads)), shared, stream_of(stream), a...);
+  return launched();
 }
 
 // As near as float32 rounds a few times over; results are rounded to bfloat16. (Code of a step is run once a layer: what is small is fast.)

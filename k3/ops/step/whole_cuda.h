@@ -27,7 +27,6 @@ struct StepPhase {
   enum class Kind : int { begin, input, product, kda, query, attend, values, first, second };
   Kind kind;
   int tasks, turn;  // block b begins with task (b + turn) % blocks: phases in a row are begun by different blocks
-  int unused;
   alignas(16) unsigned char args[1280];
 };
 static_assert(sizeof(StepPhase) % 16 == 0);
