@@ -47,17 +47,19 @@ try:
     Path(folder, "prompt").write_text("A question of some length. " * 20000)
     inside, outside = pty.openpty()
     reader, writer = os.pipe()
+    begun = time.monotonic()
     runs = [start(folder, outside), start(folder, writer)]
     os.close(outside), os.close(writer)
     try:
         on_terminal, text = listen(inside, 300, 3)
         piped, lines = listen(reader, 300, 1)
+        most = (time.monotonic() - begun) / 10
     finally:
         for run in runs:
             run.kill(), run.wait()
     gaps = [b[0] - a[0] for a, b in zip(on_terminal, on_terminal[1:])]
     assert len(on_terminal) == 3 and all(g > 0.8 for g in gaps), f"on a terminal: {on_terminal}\n{text!r}"
     assert not re.search(rb"left\r?\n", text), f"not in place: {text!r}"
-    assert len(piped) == 1 and piped[0][1] == b"\n" and b"\033" not in lines, f"piped: {piped}\n{lines!r}"
+    assert 1 <= len(piped) <= most and all(end == b"\n" for _, end in piped) and b"\033" not in lines, f"piped: {piped}\n{lines!r}"
 finally:
     shutil.rmtree(folder)
